@@ -187,8 +187,8 @@ class LM(Unscaled, torch.optim.Optimizer):
     @property
     def weight_decays(self) -> list[Any]:
         """Of every parameter, as its group has it; 0 for those that are excluded."""
-        given = [group["weight_decay"] for group in self.param_groups for _ in group["params"]]
-        return [0.0 if free else w for w, free in zip(given, self._spared, strict=True)]
+        weights = [group["weight_decay"] for group in self.param_groups for _ in group["params"]]
+        return [0.0 if free else w for w, free in zip(weights, self._spared, strict=True)]
 
     @property
     def towards(self) -> Tensor | None:
@@ -250,12 +250,12 @@ class LM(Unscaled, torch.optim.Optimizer):
     def _step(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
         """The step, as a recording or with the largest plan that there is memory for; checks come before it, the time
         that it took and a diagnosis after it."""
-        began = time.perf_counter()
         parts, objective = self._prepared(batches.__class__ is not Batches)
         if ranks.several:
             others = {"lr": self.lr, "weight decay": self._weights, "attempts": self.attempts, "loss": brief(self.loss)}
             check_alike(ranks, self.model, Parameters(self.model, self.params), parts, self._state, others)
-        here, device, plan = Surroundings(), objective.parameters.device, self._state.plan
+        began, here = time.perf_counter(), Surroundings()
+        plan, device = self._state.plan, objective.parameters.device
         records = device.type in RECORDERS and self.capture is not False and not ranks.several
         step = self._by_recording(parts, objective, batches, here) if records and isinstance(batches, list) else None
         while step is None:
@@ -356,10 +356,10 @@ class LM(Unscaled, torch.optim.Optimizer):
             self._known.totals, self._known.steady = lin.totals(), records and lin.steady
             self._known.drawn, current.drawn = current.drawn or (), None
             master = space.unrounded() if space.coarse else None
-            seen = Seen.of(lin.end.form, batches) if lin.end.form.tracking else NOTHING
+            statistics = Seen.of(lin.end.form, batches) if lin.end.form.tracking else NOTHING
             if master is not state.master:
                 state = changed(state, master=master)
-            self._state, self._seen = state, seen  # an error before this line undoes everything
+            self._state, self._seen = state, statistics  # an error before this line undoes everything
             return step
         except BaseException as error:
             try:
@@ -380,15 +380,17 @@ class LM(Unscaled, torch.optim.Optimizer):
         shapes = None if batch is None else batch.form
         now = (plan, parts, steady, lin.start.form)
         if known.chosen is not None and shapes is not None:
-            before, there, picked = known.chosen
-            if there == shapes and all(map(is_, now, before)):
+            before, earlier, picked = known.chosen
+            if earlier == shapes and all(map(is_, now, before)):
                 self._planned = plan
                 return picked  # type: ignore[return-value]
         picked, self._planned = parts.curvature.choose(lin, plan, parts.rows, steady)
         known.chosen = ((self._planned, *now[1:]), shapes, picked)
         return picked
 
-    def _by_recording(self, parts: Parts, objective: Objective, batches: list[Batch], here: Surroundings) -> Step | None:
+    def _by_recording(
+        self, parts: Parts, objective: Objective, batches: list[Batch], here: Surroundings
+    ) -> Step | None:
         """The step by replaying a recording; None if there is no recording (yet), or if the step did not go as
         recorded."""
         old, device, known = self._state, objective.parameters.device, self._known
@@ -396,7 +398,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         recording = self._recordings.of(parts, objective, batch, old, known, self.lr, self.capture is True)
         if recording is None:
             return None
-        rng, seen = rng_state(device), Seen.of(known.look(self.model), batches)
+        rng, statistics = rng_state(device), Seen.of(known.look(self.model), batches)
         step: Step | None = None
 
         def undo() -> None:
@@ -415,7 +417,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             if value is not None and not self._recordings.agrees(recording, value):
                 conclusion = None
             if conclusion is not None:
-                (step, self._state), self._seen = conclusion, seen
+                (step, self._state), self._seen = conclusion, statistics
             undo()
             return step
         except BaseException as error:
@@ -527,8 +529,8 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stay behind, as torch has it, and the wrapper that schedulers put in the place of `step`.
-        left = ("step", "_known", "_recordings", "_pace", "_seen", "_diagnosis", "_program")
-        return {k: v for k, v in self.__dict__.items() if k not in left and not k.startswith("_optimizer_")}
+        transient = ("step", "_known", "_recordings", "_pace", "_seen", "_diagnosis", "_program")
+        return {k: v for k, v in self.__dict__.items() if k not in transient and not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -543,5 +545,5 @@ class LM(Unscaled, torch.optim.Optimizer):
         more += [self._recordings.note] if self._recordings.note else []
         head = f"LM of {type(self.model).__name__}, {n:,} parameters, {brief(self.loss)}"
         parts = [f"{name:<12}{brief(part)}" for name, part in vars(self.parts).items() if name != "radius"]
-        found = f"λ = {self.lam:.3g}, steps: {self._state.steps}, accepted: {self._state.accepted}"
-        return "\n    ".join([head, *parts, options, decay, found, *more])
+        counts = f"λ = {self.lam:.3g}, steps: {self._state.steps}, accepted: {self._state.accepted}"
+        return "\n    ".join([head, *parts, options, decay, counts, *more])

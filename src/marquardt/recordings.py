@@ -211,10 +211,10 @@ def _clone(item: Any) -> Any:
 
 
 def _copy(to: Any, source: Any) -> None:
-    there, here = tree_leaves(to), tree_leaves(source)
-    if [isinstance(t, Tensor) for t in there] != [isinstance(t, Tensor) for t in here]:
+    targets, sources = tree_leaves(to), tree_leaves(source)
+    if [isinstance(t, Tensor) for t in targets] != [isinstance(t, Tensor) for t in sources]:
         raise Unlike("the step leaves other tensors for the next one than it was given")
-    pairs = [(a, b) for a, b in zip(there, here, strict=True) if isinstance(a, Tensor) and a is not b]
+    pairs = [(a, b) for a, b in zip(targets, sources, strict=True) if isinstance(a, Tensor) and a is not b]
     if pairs:
         with torch.no_grad():  # inputs may require a gradient
             torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
@@ -346,7 +346,7 @@ def signature(parts: Parts, objective: Objective, batch: Batch, state: State, kn
     mode = modes(objective.model), hooks(objective.model), torch.get_float32_matmul_precision(), objective.autocast
     plan = None if state.plan is None else state.plan.choice
     decay = objective.penalty
-    penalty = None if decay is None else (decay.weights.shape, seen(decay.towards))
+    penalty = None if decay is None else (decay.weights.shape, fingerprint(decay.towards))
     return (
         parts, objective.loss, penalty, state.same_data.soon, shapes, spec, places, mode, lr, known.proven, plan,
     )  # fmt: skip
@@ -359,7 +359,7 @@ PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 def attributes(model: nn.Module) -> list[Any]:
     """The other attributes of the modules: for a recording, a model whose temperature was changed is another model."""
     return [
-        (name, seen(value))
+        (name, fingerprint(value))
         for module in submodules(model)
         if len(vars(module)) > len(OWN)
         for name, value in vars(module).items()
@@ -367,15 +367,17 @@ def attributes(model: nn.Module) -> list[Any]:
     ]
 
 
-def seen(value: Any, deep: bool = True) -> Any:
+def fingerprint(value: Any, deep: bool = True) -> Any:
     """A plain value itself; the place and the version of a tensor; the attributes of an object."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
         return id(value), value._version, value.data_ptr() if value.layout == torch.strided else 0
     if isinstance(value, (tuple, list)):
-        return [v if isinstance(v, PLAIN) else seen(v) for v in value]
+        return [v if isinstance(v, PLAIN) else fingerprint(v) for v in value]
     if isinstance(value, dict):
-        return [(key, seen(v)) for key, v in value.items()]
-    held = getattr(value, "__dict__", None) if deep and not isinstance(value, (type, nn.Module)) else None
-    return [id(value), *((key, seen(v, False)) for key, v in held.items())] if isinstance(held, dict) else id(value)
+        return [(key, fingerprint(v)) for key, v in value.items()]
+    own = getattr(value, "__dict__", None) if deep and not isinstance(value, (type, nn.Module)) else None
+    return (
+        id(value) if not isinstance(own, dict) else [id(value), *((k, fingerprint(v, False)) for k, v in own.items())]
+    )

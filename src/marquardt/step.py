@@ -489,18 +489,18 @@ class State(Policies):
 
     def flat(self) -> dict[str, Any]:
         """One dict in which the fields of the policies stand in the place of the policies"""
-        found: dict[str, Any] = {}
+        flat: dict[str, Any] = {}
         for name, value in vars(self).items():
-            found.update(vars(value) if name in POLICIES else {name: value})
-        return found
+            flat.update(vars(value) if name in POLICIES else {name: value})
+        return flat
 
-    def __setstate__(self, found: dict[str, Any]) -> None:  # from a copy, or from a pickle made while State was flat
-        self.__dict__.update(nested(found))
+    def __setstate__(self, flat: dict[str, Any]) -> None:  # from a copy, or from a pickle made while State was flat
+        self.__dict__.update(nested(flat))
 
 
-def nested(found: Mapping[str, Any]) -> dict[str, Any]:
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The reverse of `flat`; a policy whose fields are missing gets its defaults."""
-    rest, policies = {key: value for key, value in found.items() if key not in RETIRED}, {}
+    rest, policies = {key: value for key, value in flat.items() if key not in RETIRED}, {}
     for name, default in POLICIES.items():
         given = rest.pop(name) if isinstance(rest.get(name), Policy) else None
         own = {f.name: rest.pop(f.name) for f in fields(default) if f.name in rest}
@@ -514,23 +514,22 @@ RETIRED = ("haven", "haven_loss", "away", "ceiling", "haven_decay")
 
 def entries(policies: Mapping[str, Policy]) -> dict[str, Field[Any]]:
     """The entries of the flat dict. A name with two meanings is an error: one of the two would be lost."""
-    own = [f for f in fields(State) if f.name in State.__annotations__]
-    taken = dict.fromkeys(RETIRED, "an entry of older files, which is left out")
-    taken |= {f.name: "a field of State" for f in own}
+    table = {f.name: f for f in fields(State) if f.name in State.__annotations__}
+    owners = dict.fromkeys(RETIRED, "an entry of older files, which is left out")
+    owners |= dict.fromkeys(table, "a field of State")
     for name in policies:
-        if name in taken:
-            raise TypeError(f"the policy {name!r} has the name of {taken[name]}: give it another one in Policies")
-    found = {f.name: f for f in own}
+        if name in owners:
+            raise TypeError(f"the policy {name!r} has the name of {owners[name]}: give it another one in Policies")
+    owners |= dict.fromkeys(policies, "a policy")
     for name, policy in policies.items():
-        others = taken | {other: "a policy" for other in policies if other != name}
         for f in fields(policy):
-            if f.name in others:
+            if f.name in owners and f.name != name:
                 raise TypeError(
-                    f"the field {f.name!r} of {type(policy).__name__} has the name of {others[f.name]}: give it "
+                    f"the field {f.name!r} of {type(policy).__name__} has the name of {owners[f.name]}: give it "
                     "another one, for all are entries of one state_dict"
                 )
-            taken[f.name], found[f.name] = f"a field of {type(policy).__name__}", f
-    return found
+            owners[f.name], table[f.name] = f"a field of {type(policy).__name__}", f
+    return table
 
 
 ENTRIES = entries(POLICIES)

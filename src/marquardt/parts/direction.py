@@ -243,19 +243,19 @@ class KroneckerMetric:
         past, before = (D, None) if D.__class__ is Layered else (None, D)
         if G.same_data and self.steady is not None:
             return self.steady.update(before, G)
-        found = G.partial_traces()
-        if found is None:
+        traces = G.partial_traces()
+        if traces is None:
             return MeanEigenvalue().update(before, G)
-        rank, batches, layers = min(G.parameters.n, found.rows), one(G), found.layers
+        rank, batches, layers = min(G.parameters.n, traces.rows), one(G), traces.layers
         if past is not None:
             rank, batches = max(rank, past.rank), past.batches + 1
             layers = averaged(past.layers, layers, batches.reciprocal().neg_().add_(1).clamp_(max=self.decay))
         layers = completed(layers, G)
         renewed = past is None or past.early or self.every == 1 or not alike(past.layers, layers)
-        traces: list[Tensor] = []
+        sizes: list[Tensor] = []
         for layer in layers:
-            traces += (layer.trace,)
-        gamma = self.c * torch.cat(traces).sum() / rank
+            sizes += (layer.trace,)
+        gamma = self.c * torch.cat(sizes).sum() / rank
         if past is None or renewed:
             return Layered.of(layers, gamma, rank, batches, self.every, G.lin.ranks)
         return past.averaged(layers, gamma, rank, batches, self.every)
@@ -425,17 +425,17 @@ class AdaptiveMomentum:
         sound = sound & (sine2 > math.sqrt(torch.finfo(g.dtype).eps))
         if sound is False:
             return newton
-        dP = root(GG)
+        dP = decrement = root(GG)
         if not self.cap:
             dP = self.dP
         elif self.dP < math.inf:
             dP = dP.clamp(max=self.dP) if isinstance(dP, Tensor) else min(dP, self.dP)
         beta = dP * root((1 - self.xi**2) / (FF * sine2))
-        alpha = (self.xi * dP * root(GG) + beta * GF) / GG
+        alpha = (self.xi * dP * decrement + beta * GF) / GG
         if sound is not True:  # a tensor, if it is recorded
             alpha, beta = alpha.where(sound, 1), beta.where(sound, 0)
-        found: Tensor = (alpha * newton).add_(beta * previous)
-        return found
+        dtheta: Tensor = (alpha * newton).add_(beta * previous)
+        return dtheta
 
 
 @dataclass(frozen=True)
