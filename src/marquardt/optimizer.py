@@ -148,27 +148,31 @@ class LM(Unscaled, torch.optim.Optimizer):
         options = {"lr": lr, "weight_decay": rule.w}
         check_same_rate([{**options, **each} for each in groups])
         arguments.check_options(attempts, capture, radius, of(group))
-        parts = Parts(curvature, rows, damping, schedule, momentum, acceptance, line_search, average, radius)
+        self.curvature, self.rows, self.damping, self.schedule = curvature, rows, damping, schedule
+        self.momentum, self.acceptance, self.line_search = momentum, acceptance, line_search
+        self.average, self.attempts, self.capture, self.group, self.radius = average, attempts, capture, group, radius
+        parts = self.parts
         arguments.check_parts(parts)
         arguments.check_shards(model, parts, groups, towards=rule.towards)
         if curvature.needs.by_sample:
             check_coupling(model)
         self.model, self.loss = model, resolve(loss)
-        self.curvature, self.rows, self.damping, self.schedule = curvature, rows, damping, schedule
-        self.momentum, self.acceptance, self.line_search = momentum, acceptance, line_search
-        self.average, self.attempts, self.capture, self.group, self.radius = average, attempts, capture, group, radius
         parameters = Parameters(model, [p for each in groups for p in each["params"]])
         self._spared = rule.spared(model, parameters)  # from weight decay
         towards = rule.anchor(parameters, self._spared)
-        self._averaged = False  # whether the model holds the averaged weights
-        self._known, self._recordings, self._pace = Facts(), Recordings(), Pace()  # what was found out about the model
-        self._program: Program | None = None  # what the last step has prepared for the next
-        self._diagnosis: str | None = None  # why a run that has converged may be a poor one; None if it has not
         self._planned: Plan | None = None  # for the attempt under way: if memory runs out, the next one is smaller
-        self._seen: Seen | None = None  # what BatchNorm has seen in the last step; None if there was none since
+        self._begin_facts()
         super().__init__(groups, options)
         arguments.warn_of_small(self.lr)
         self._state = State(lam=schedule.initial, towards=towards)  # last: `add_param_group` asks for it
+
+    def _begin_facts(self) -> None:
+        """What is no part of the state, and is found out again by a copy."""
+        self._known, self._recordings, self._pace = Facts(), Recordings(), Pace()  # about the model and the machine
+        self._averaged = False  # whether the model holds the averaged weights
+        self._program: Program | None = None  # what the last step has prepared for the next
+        self._diagnosis: str | None = None  # why a run that has converged may be a poor one; None if it has not
+        self._seen: Seen | None = None  # what BatchNorm has seen in the last step; None if there was none since
 
     @property
     def params(self) -> list[Tensor]:
@@ -534,8 +538,7 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._averaged, self._seen, self._diagnosis, self._program = False, None, None, None
-        self._known, self._recordings, self._pace = Facts(), Recordings(), Pace()
+        self._begin_facts()
 
     def __repr__(self) -> str:
         plan, n = self._state.plan, sum(p.numel() for p in self.params)
