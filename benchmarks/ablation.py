@@ -74,13 +74,14 @@ def at_once(*rest: Any) -> Any:
     return start._replace(same_data=start.repeats > 0)
 
 
-def always_judged(parts: Any, old: Any, start: Any, found: Any, *rest: Any) -> Any:
-    told = JUDGE(parts, old, start, found, *rest)
-    if told.judged:
-        return told
+def always_judged(parts: Any, old: Any, start: Any, trial: Any, *rest: Any) -> Any:
+    judgement = JUDGE(parts, old, start, trial, *rest)
+    if judgement.judged:
+        return judgement
     lr = rest[-1]
-    predicted = -lr * found.gd - 0.5 * lr**2 * found.dGd
-    return told._replace(judged=True, gain=marquardt.step.gain_ratio(start.level.f - found.new_loss, predicted))
+    predicted = -lr * trial.gd - 0.5 * lr**2 * trial.dGd
+    gain = marquardt.step.gain_ratio(start.level.f - trial.new_loss, predicted)
+    return judgement._replace(judged=True, gain=gain)
 
 
 def next_lam_as_after(rule: str) -> Callable[..., float]:
@@ -96,7 +97,7 @@ PATCHES: dict[str, Sequence[Change]] = {
     "never detected": [(SameData, "repeated", lambda *_: 0)],
     "known from the start": [(SameData, "repeated", lambda *_: 2)],
     "detected at once": [(marquardt.step, "begin", at_once)],
-    "no doubt": [(Outliers, "doubt", lambda *_: 1.0)],
+    "no doubt": [(Outliers, "excess", lambda *_: 1.0)],
     "always judged": [(marquardt.step, "judge", always_judged)],
     "λ may fall after a search": [(marquardt.step, "next_lam", next_lam_as_after("search"))],
     "λ rises after uphill": [(marquardt.step, "next_lam", next_lam_as_after("uphill"))],

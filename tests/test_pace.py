@@ -12,10 +12,9 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import marquardt as mq
-from marquardt import optimizer
-from marquardt import optimizer as pace
+from marquardt import optimizer, pace
 from marquardt.curvature.cost import Plan
-from marquardt.optimizer import LONG, Pace
+from marquardt.pace import LONG, Pace
 from marquardt.step import Step
 from support.unchanged import changes, world
 
@@ -39,17 +38,16 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     found = Clock()
-    monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=found.perf_counter))
+    for module in (optimizer, pace):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=found.perf_counter))
     monkeypatch.setattr(pace, "probe", lambda: 2.0)
     monkeypatch.setattr(pace, "SLOWEST", math.inf)  # so that it is asked for
     return found
 
 
 def timed(p: Pace, clock: Clock, plan: Plan | None, took: float, proven: bool = True) -> tuple[float, str]:
-    p.begin()
     p.expect(plan, CPU, proven)
-    clock.now += took
-    step = p.end(STEP)
+    step = p.timed(STEP, took)
     return step.seconds, step.note
 
 
@@ -64,7 +62,6 @@ def test_how_fast_the_machine_is_where_that_can_announce_something(monkeypatch, 
     probed = []
     monkeypatch.setattr(pace, "probe", lambda: probed.append(True) or 2.0)
     p = Pace()
-    p.begin()
     p.expect(Plan((), kind="Dense", seconds=seconds), torch.device(device), True)
     assert bool(probed) == asked
     assert p.predicted == seconds * (2 if asked else 1)

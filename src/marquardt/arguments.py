@@ -208,8 +208,8 @@ def brief(part: Any) -> str:
     """A part as text, with the options that differ from its defaults."""
     if not is_dataclass(part):
         return str(part)
-    found = [(f.name, getattr(part, f.name), f.default) for f in fields(part) if f.repr]
-    options = [f"{k}={v!r}" for k, v, usual in found if v is not usual and (isinstance(v, Tensor) or v != usual)]
+    values = [(f.name, getattr(part, f.name), f.default) for f in fields(part) if f.repr]
+    options = [f"{k}={v!r}" for k, v, usual in values if v is not usual and (isinstance(v, Tensor) or v != usual)]
     return f"{type(part).__name__}({', '.join(options)})"
 
 

@@ -48,8 +48,8 @@ def recording() -> bool:
 
 def ask(fine: Tensor) -> bool:
     """Whether all is well: a tensor of bool, () or one for each problem of a batch. Every rank asks it."""
-    found = ask_here(fine)
-    return bool(agreed([float(found)])[0]) if current.agree is not None else found
+    answer = ask_here(fine)
+    return bool(agreed([float(answer)])[0]) if current.agree is not None else answer
 
 
 def ask_here(fine: Tensor) -> bool:
@@ -81,25 +81,25 @@ def read(first: Tensor, *others: Tensor | float) -> list[float]:
     if current.tape is None and first.is_cpu:
         return [first.item(), *map(float, others)]
     each = [first, *(t if isinstance(t, Tensor) else first.new_full((), t) for t in others)]
-    found = torch.stack([t.double() for t in each])
+    together = torch.stack([t.double() for t in each])
     if current.tape is None:
-        numbers: list[float] = found.tolist()
+        numbers: list[float] = together.tolist()
         return numbers
-    current.tape.read.append(found)
+    current.tape.read.append(together)
     return current.tape.assumed
 
 
 def draw(numbers: Callable[[int], Tensor], seed: int, like: Tensor) -> Tensor:
     """Numbers that the host draws from a seed, of the dtype and device of another tensor. For a tape they are drawn
     before every replay, from other seeds."""
-    found = numbers(seed)
+    draws = numbers(seed)
     if current.tape is None:
-        moved = found.to(like)
+        moved = draws.to(like)
         if current.drawn is not None:
             current.drawn.append(moved)
         return moved
     place = next(current.tape.places, None)
-    if place is None or place.shape != found.shape:
+    if place is None or place.shape != draws.shape:
         raise RuntimeError("this step draws other random numbers than the last one")
     current.tape.drawn.append((place, numbers, seed))
     return place
@@ -132,10 +132,10 @@ def at_hand(*tensors: Tensor) -> tuple[Tensor, ...]:
     calculations cost less than kernels; on the device if they are recorded."""
     if tensors[0].device.type == "cpu" and current.agree is None and all([t.dtype is DOUBLE for t in tensors]):
         return tensors
-    found = torch.stack([t.double() for t in tensors])
+    together = torch.stack([t.double() for t in tensors])
     if current.agree is not None:
-        return torch.tensor(agreed(found.tolist()), dtype=torch.float64).unbind()
-    return (found.cpu() if current.tape is None else found).unbind()
+        return torch.tensor(agreed(together.tolist()), dtype=torch.float64).unbind()
+    return (together.cpu() if current.tape is None else together).unbind()
 
 
 def numbers(*tensors: Tensor) -> Sequence[Any]:

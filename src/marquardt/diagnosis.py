@@ -143,7 +143,7 @@ def without_grad(call: Callable[[], T]) -> T:
 
 
 def _diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None) -> Diagnosis:
-    found: list[tuple[Loss, Tensor, Batch]] = []
+    outputs: list[tuple[Loss, Tensor, Batch]] = []
     activations, sizes, numbers, chance = Activations(), (0.0, 0.0), 0, Chance()
     before = Moment(objective.model, objective.parameters.device, chance)
 
@@ -160,30 +160,30 @@ def _diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None
                 sizes = size(tensors(batch.inputs)), size(tensors(batch.targets))
             numbers += z.numel()
             if numbers > ROOM and i:  # those of one batch are in memory in every step
-                found.clear()
+                outputs.clear()
                 break
-            found.append((bound.loss, z.detach(), Batch(None, batch.targets, batch.weight)))
+            outputs.append((bound.loss, z.detach(), Batch(None, batch.targets, batch.weight)))
     inputs, targets = sizes
     of_values = {"inputs": inputs} | ({"targets": targets} if objective.given.sum_of_squares else {})  # not of labels
     unusual = {name: rms for name, rms in of_values.items() if rms > LARGE or 0 < rms < SMALL}
-    return Diagnosis(*compared(objective.given, found), activations.words, unusual)
+    return Diagnosis(*compared(objective.given, outputs), activations.words, unusual)
 
 
 def size(items: Iterable[Tensor]) -> float:
     """The largest root mean square of a column; 0 if there are no such numbers."""
-    found = [t.detach() for t in items if t.is_floating_point() and t.ndim and t.numel()]
-    columns = [t.reshape(len(t), -1) if t.ndim < 3 else t.flatten(0, -2) for t in found]
+    numbers = [t.detach() for t in items if t.is_floating_point() and t.ndim and t.numel()]
+    columns = [t.reshape(len(t), -1) if t.ndim < 3 else t.flatten(0, -2) for t in numbers]
     norms = [torch.linalg.vector_norm(t, dim=0, dtype=torch.float64) for t in columns]
     return max((float(n.max()) / math.sqrt(len(t)) for n, t in zip(norms, columns, strict=True)), default=0.0)
 
 
-def compared(given: Loss, found: list[tuple[Loss, Tensor, Batch]]) -> tuple[float, float, float]:
+def compared(given: Loss, outputs: list[tuple[Loss, Tensor, Batch]]) -> tuple[float, float, float]:
     """The loss of all outputs, that of a constant in their place, and the lower bound."""
-    if not found or given.surveys or not all(isinstance(b.targets, Tensor) for _, _, b in found):
+    if not outputs or given.surveys or not all(isinstance(b.targets, Tensor) for _, _, b in outputs):
         return math.nan, math.nan, 0.0
-    loss = found[0][0]
-    z, y = torch.cat([z for _, z, _ in found]), torch.cat([b.targets for _, _, b in found])
-    weights: list[Any] = [b.weight for _, _, b in found]
+    loss = outputs[0][0]
+    z, y = torch.cat([z for _, z, _ in outputs]), torch.cat([b.targets for _, _, b in outputs])
+    weights: list[Any] = [b.weight for _, _, b in outputs]
     w = None if any(each is None for each in weights) else torch.cat(weights)
     if len(y) != len(z) or not bool((y != y[:1]).any()):
         return math.nan, math.nan, 0.0

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import wraps
 from operator import is_
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -23,7 +23,7 @@ from . import arguments
 from .agreement import check_alike, take_buffers
 from .arguments import Unscaled, brief, users
 from .curvature import Auto, Representation
-from .curvature.cost import USUAL, Plan, duration
+from .curvature.cost import Plan
 from .deferred import AS_IS, current
 from .diagnosis import diagnosed
 from .jacobian.linearization import Linearization
@@ -36,6 +36,7 @@ from .model.checks import check_coupling, unwrapped
 from .model.decay import WeightDecay
 from .model.parameters import Parameters
 from .model.statistics import NOTHING, Seen, estimated, tracking
+from .pace import Pace
 from .parts.direction import AdaptiveMomentum, Damping, KroneckerMetric, Momentum
 from .parts.judging import EMA, Acceptance, Average, Backtracking, Balanced, LineSearch, Schedule, Uphill
 from .protocol import FOREIGN, check_groups, check_same_rate, copied, grouped, loaded, saved, weights
@@ -45,74 +46,6 @@ from .step import Parts, State, Step, changed, rows_of, take
 from .surroundings import Surroundings, back_afterwards, settled
 from .weights import Weights
 
-# A step that is predicted to take more seconds than this is announced.
-LONG = 3.0
-
-# How much slower than usual, or faster, a machine is taken for.
-SLOWEST = 10.0
-
-
-class Pace:
-    """Corrects predictions by what earlier steps took. It never enters a choice, and is not saved."""
-
-    def __init__(self) -> None:
-        self.speed: float | None = None  # seconds over those of a machine of the usual speed
-        self.predicted = 0.0  # seconds of the step under way; 0 if there is no prediction
-        self._nominal = 0.0
-        self._began = 0.0
-        self._announced: Plan | None = None
-
-    def words(self, plan: Plan) -> str:
-        return f"a step takes about {duration(plan.seconds * (self.speed or 1.0))}"
-
-    def begin(self) -> None:
-        self._began = time.perf_counter()
-        self.predicted = self._nominal = 0.0
-
-    def expect(self, plan: Plan | None, device: torch.device, proven: bool, tells: bool = True) -> None:
-        """Before the work of a step begins. If nothing is proven yet, that comes on top. One of the ranks `tells`."""
-        if plan is None or not plan.seconds:
-            return
-        self._nominal = plan.seconds + (0.0 if proven else plan.proof)
-        if self.speed is None:
-            # Measuring the speed of the machine takes some milliseconds: only where a long step may be announced.
-            self.speed = probe() if device.type != "cuda" and SLOWEST * self._nominal > LONG else 1.0
-        self.predicted = self.speed * self._nominal
-        if tells and self.predicted > LONG and plan != self._announced:
-            self._announced = plan
-            words = f"a step will take about {duration(self.predicted)}: {plan}"
-            warnings.warn(words + (f"; {plan.faster}" if plan.faster else ""), stacklevel=users())
-
-    def end(self, step: Step) -> Step:
-        """The step with the seconds that it took, and in words if it was announced."""
-        took = time.perf_counter() - self._began
-        if not self._nominal or self.speed is None:
-            return changed(step, seconds=took)
-        # The geometric mean of the old and new estimate, since one step may try several points.
-        self.speed = (self.speed * took / self._nominal) ** 0.5
-        note = step.note
-        if max(took, self.predicted) > LONG:
-            words = f"took {duration(took)}, predicted {duration(self.predicted)}"
-            note = f"{note}; {words}" if note else words
-        return changed(step, note=note, seconds=took, predicted=self.predicted)
-
-
-@cache
-def probe() -> float:
-    """How many times longer than usual this CPU takes for a product of matrices."""
-    x = torch.ones(384, 384, device="cpu", dtype=torch.float32)
-    times = []
-    for _ in range(4):
-        began = time.perf_counter()
-        x @ x
-        times.append(time.perf_counter() - began)
-    usual = 2 * 384**3 / USUAL[False].products
-    return min(max(min(times) / usual, 1 / SLOWEST), SLOWEST)
-
-
-# --- LM: linearise the batch, represent the curvature G, solve (G + λD)d = −g, add momentum, try, judge, update λ.
-
-
 # Facts about the model, and whether it holds the averaged weights: they are no part of the state.
 OF_THE_MODEL = ("_known", "_recordings", "_pace", "_averaged", "_seen", "_program")
 
@@ -120,20 +53,15 @@ OF_THE_MODEL = ("_known", "_recordings", "_pace", "_averaged", "_seen", "_progra
 T = TypeVar("T")
 P = ParamSpec("P")
 
-Depends = tuple[list[Any], list[Any]]  # objects, of which each must be the same, and values
-
 
 class Program(NamedTuple):
     """What was checked and made for a step. It is valid for the next steps as long as nothing it depends on has
     changed. Facts about the model are in `Facts`, by the graph of its passes."""
 
-    depends: Depends
+    objects: list[Any]  # that it depends on: the same ones
+    values: list[Any]  # and equal ones
     parts: Parts
     objective: Objective
-
-    def holds(self, now: Depends) -> bool:
-        (objects, values), (others, there) = self.depends, now
-        return len(objects) == len(others) and all(map(is_, objects, others)) and values == there
 
 
 def hooked(step: Callable[P, T]) -> Callable[P, T]:
@@ -220,27 +148,31 @@ class LM(Unscaled, torch.optim.Optimizer):
         options = {"lr": lr, "weight_decay": rule.w}
         check_same_rate([{**options, **each} for each in groups])
         arguments.check_options(attempts, capture, radius, of(group))
-        parts = Parts(curvature, rows, damping, schedule, momentum, acceptance, line_search, average, radius)
+        self.curvature, self.rows, self.damping, self.schedule = curvature, rows, damping, schedule
+        self.momentum, self.acceptance, self.line_search = momentum, acceptance, line_search
+        self.average, self.attempts, self.capture, self.group, self.radius = average, attempts, capture, group, radius
+        parts = self.parts
         arguments.check_parts(parts)
         arguments.check_shards(model, parts, groups, towards=rule.towards)
         if curvature.needs.by_sample:
             check_coupling(model)
         self.model, self.loss = model, resolve(loss)
-        self.curvature, self.rows, self.damping, self.schedule = curvature, rows, damping, schedule
-        self.momentum, self.acceptance, self.line_search = momentum, acceptance, line_search
-        self.average, self.attempts, self.capture, self.group, self.radius = average, attempts, capture, group, radius
         parameters = Parameters(model, [p for each in groups for p in each["params"]])
         self._spared = rule.spared(model, parameters)  # from weight decay
         towards = rule.anchor(parameters, self._spared)
-        self._averaged = False  # whether the model holds the averaged weights
-        self._known, self._recordings, self._pace = Facts(), Recordings(), Pace()  # what was found out about the model
-        self._program: Program | None = None  # what the last step has prepared for the next
-        self._diagnosis: str | None = None  # why a run that has converged may be a poor one; None if it has not
         self._planned: Plan | None = None  # for the attempt under way: if memory runs out, the next one is smaller
-        self._seen: Seen | None = None  # what BatchNorm has seen in the last step; None if there was none since
+        self._begin_facts()
         super().__init__(groups, options)
         arguments.warn_of_small(self.lr)
         self._state = State(lam=schedule.initial, towards=towards)  # last: `add_param_group` asks for it
+
+    def _begin_facts(self) -> None:
+        """What is no part of the state, and is found out again by a copy."""
+        self._known, self._recordings, self._pace = Facts(), Recordings(), Pace()  # about the model and the machine
+        self._averaged = False  # whether the model holds the averaged weights
+        self._program: Program | None = None  # what the last step has prepared for the next
+        self._diagnosis: str | None = None  # why a run that has converged may be a poor one; None if it has not
+        self._seen: Seen | None = None  # what BatchNorm has seen in the last step; None if there was none since
 
     @property
     def params(self) -> list[Tensor]:
@@ -259,8 +191,8 @@ class LM(Unscaled, torch.optim.Optimizer):
     @property
     def weight_decays(self) -> list[Any]:
         """Of every parameter, as its group has it; 0 for those that are excluded."""
-        given = [group["weight_decay"] for group in self.param_groups for _ in group["params"]]
-        return [0.0 if free else w for w, free in zip(given, self._spared, strict=True)]
+        weights = [group["weight_decay"] for group in self.param_groups for _ in group["params"]]
+        return [0.0 if free else w for w, free in zip(weights, self._spared, strict=True)]
 
     @property
     def towards(self) -> Tensor | None:
@@ -300,7 +232,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             if closure is not None:
                 closure()
             batches = inputs if inputs.__class__ is Batches else [Batch(inputs, targets, weight)]
-            return self._guarded(batches, ranks)
+            return self._step(batches, ranks)
 
     def step_over(self, batches: Iterable[Any]) -> Step:
         """One iteration on all batches together, (inputs, targets) or (inputs, targets, weight) each.
@@ -317,39 +249,61 @@ class LM(Unscaled, torch.optim.Optimizer):
         """How the curvature is represented and why; with Auto, once there was a step."""
         return str(self._state.plan or self.curvature)
 
-    # Around the step, which step.py tells: a recording, a smaller plan, several ranks, and back if it fails.
+    # Around the step, which step.py tells.
 
-    def _guarded(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
+    def _step(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
+        """The step, as a recording or with the largest plan that there is memory for; checks come before it, the time
+        that it took and a diagnosis after it."""
         parts, objective = self._prepared(batches.__class__ is not Batches)
         if ranks.several:
             others = {"lr": self.lr, "weight decay": self._weights, "attempts": self.attempts, "loss": brief(self.loss)}
             check_alike(ranks, self.model, Parameters(self.model, self.params), parts, self._state, others)
-        self._pace.begin()
-        here, first, step = Surroundings(), self.param_groups[0]["params"][0], None
-        records = first.device.type in RECORDERS and self.capture is not False and not ranks.several
-        if records and isinstance(batches, list):
-            step = self._replayed(parts, objective, batches, here)
-        plan = self._state.plan
+        began, here = time.perf_counter(), Surroundings()
+        plan, device = self._state.plan, objective.parameters.device
+        records = device.type in RECORDERS and self.capture is not False and not ranks.several
+        step = self._by_recording(parts, objective, batches, here) if records and isinstance(batches, list) else None
         while step is None:
             self._planned = plan
             try:
-                step = self._agreed(parts, objective, batches, ranks, plan, here, records)
+                # An error on one of several ranks is raised on all.
+                with ranks.together() if ranks.several else AS_IS, ranks.deciding() if ranks.several else AS_IS:
+                    step = self._by_plan(parts, objective, batches, ranks, plan, here, records)
             except (RuntimeError, Coupled) as error:
                 # Memory has run out, or rows turned out to be too expensive, or samples cannot be separated. Everything
                 # is as it was before the step: try again with the next smaller plan, if there is one.
                 plan = self.curvature.smaller(self._planned, cause(error))
                 if plan is None:
                     raise
-                if first.is_cuda:
+                if device.type == "cuda":
                     torch.cuda.empty_cache()
-        return self._pace.end(self._explained(step, batches, ranks))
+        if step.converged and not ranks.several:  # no single rank has all data
+            step = self._explained(step, batches)
+        else:
+            self._diagnosis = None
+        return self._pace.timed(step, time.perf_counter() - began)
 
     def _prepared(self, single: bool) -> tuple[Parts, Objective]:
-        """The parts of the step and the objective, checked and made again if anything they depend on has changed since
-        the last step."""
-        now = self._depends(single)
-        if self._program is not None and now is not None and self._program.holds(now):
-            return self._program.parts, self._program.objective
+        """The parts of the step and the objective. They are checked and made again if anything they depend on has
+        changed since the last step, or may have changed in place, as learning rates or weights of weight decay that are
+        tensors, and shards, may."""
+        known, program, state = self._known, self._program, self._state
+        form = known.anatomy = anatomy(self.model, known.anatomy)
+        objects: list[Any] = [
+            form, self.model, self.loss, self.curvature, self.rows, self.damping, self.schedule, self.momentum,
+            self.acceptance, self.line_search, self.average, self.group, state.towards,
+        ]  # fmt: skip
+        values: list[Any] = [single, self._averaged, self.radius, torch.is_inference_mode_enabled()]
+        first = self.param_groups[0]["params"][0]
+        lasting = first.__class__ is torch.nn.Parameter and not torch.is_autocast_enabled(first.device.type)
+        for group in self.param_groups:
+            lr, w = group["lr"], group["weight_decay"]
+            lasting = lasting and lr.__class__ in (float, int) and w.__class__ in (float, int)
+            values += (lr, w)
+            objects += group["params"]
+        if program is not None and lasting and (len(objects), values) == (len(program.objects), program.values):
+            unchanged = all(map(is_, objects, program.objects))
+            if unchanged:
+                return program.parts, program.objective
         parts = self.parts
         arguments.check_shards(self.model, parts, self.param_groups, single=single)
         arguments.check_ready(self.model, self.params, self.lr, parts.curvature.needs.by_sample, self._averaged)
@@ -357,68 +311,44 @@ class LM(Unscaled, torch.optim.Optimizer):
         arguments.check_radius(self.radius)
         check_joined(self.group)
         objective = self._objective()
-        lasting = now is not None and not objective.parameters.coarse  # of which every step leaves another θ
-        self._program = Program(now, parts, objective) if lasting and now is not None else None
+        lasting = lasting and not objective.parameters.coarse  # of which every step leaves another θ
+        self._program = Program(objects, values, parts, objective) if lasting else None
         return parts, objective
 
-    def _depends(self, single: bool) -> Depends | None:
-        """Everything the checks and the objective depend on; None if some of it may have changed in place, as learning
-        rates or weights of weight decay that are tensors, and shards, may."""
-        state = self._state
-        known = self._known
-        form = known.anatomy = anatomy(self.model, known.anatomy)
-        objects: list[Any] = [
-            form, self.model, self.loss, self.curvature, self.rows, self.damping, self.schedule, self.momentum,
-            self.acceptance, self.line_search, self.average, self.group, state.towards,
-        ]  # fmt: skip
-        values: list[Any] = [single, self._averaged, self.radius, torch.is_inference_mode_enabled()]
-        for group in self.param_groups:
-            lr, w = group["lr"], group["weight_decay"]
-            if lr.__class__ not in (float, int) or w.__class__ not in (float, int):
-                return None
-            values += (lr, w)
-            objects += group["params"]
-        first = self.param_groups[0]["params"][0]
-        plain = first.__class__ is torch.nn.Parameter and not torch.is_autocast_enabled(first.device.type)
-        return (objects, values) if plain else None
-
-    def _agreed(self, parts: Parts, objective: Objective, batches: Iterable[Batch], ranks: Ranks, *rest: Any) -> Step:
-        """The step; an error on one of several ranks is raised on all."""
-        if not ranks.several:
-            return self._try(parts, objective, batches, ranks, *rest)
-        with ranks.together(), ranks.deciding():
-            return self._try(parts, objective, batches, ranks, *rest)
-
-    def _try(
+    def _by_plan(
         self, parts: Parts, objective: Objective, batches: Iterable[Batch], ranks: Ranks, plan: Plan | None,
         here: Surroundings, records: bool,
     ) -> Step:  # fmt: skip
         """The step with this plan or one derived from it; after an error everything is as it was before."""
-        old = self._state
-        rows = plan.rows if parts.rows is None and plan is not None and plan.kind is not None else rows_of(parts, plan)
+        old, lr, space = self._state, self.lr, objective.parameters
         lin = Linearization(
-            objective, batches, rows, parts.curvature.needs,
+            objective, batches, rows_of(parts, plan), parts.curvature.needs,
             known=self._known, seed=old.steps, single=batches.__class__ is not Batches, most=old.most_rows,
             ranks=ranks, form=self._known.anatomy,
         )  # fmt: skip
         theta, before = lin.theta, lin.start
 
-        def work() -> Step:
-            nonlocal lin
-            torch.set_grad_enabled(False)  # after an error `whole` restores it
-            with without_autocast(lin.parameters.device.type), uncompiled():
+        def undo() -> None:
+            if self._state is old:
+                space.recover(theta)
+                before.restore()
+                self._known = Facts()  # the fault may have struck while this was written
+
+        try:
+            torch.set_grad_enabled(False)  # after an error `here` restores it
+            with without_autocast(space.device.type), uncompiled():
                 objective.eager = True
                 current.drawn = [] if records else None
-                representation = self._represented(parts, lin, plan, old.same_data.steady(old.steps))
-                if ranks.several or not lin.single or lin.parameters.shards is not None:
-                    arguments.check_sums(representation, lin.single, ranks, lin.parameters.shards is not None)
+                representation = self._representation(parts, lin, plan)
+                if ranks.several or not lin.single or space.shards is not None:
+                    arguments.check_sums(representation, lin.single, ranks, space.shards is not None)
                 needs = representation.needs
                 if self._planned is not plan or not lin.in_one or needs.chunk is not None or needs.graph:
                     lin = lin.made_for(needs, rows_of(parts, self._planned))
-                self._pace.expect(self._planned, lin.theta.device, self._known.totals is not None, ranks.rank == 0)
-                step, state = take(parts, lin, representation, self._planned, old, self.lr, self.attempts)
+                self._pace.expect(self._planned, space.device, self._known.totals is not None, ranks.rank == 0)
+                step, state = take(parts, lin, representation, self._planned, old, lr, self.attempts)
             torch.set_grad_enabled(here.grad)
-            # Seen from outside there was one forward pass, whose changes of buffers are kept only if the step is.
+            # Seen from outside there was one forward pass, whose changes of buffers stay only if the step does.
             if not step.accepted:
                 before.restore()
             if lin.end.buffers or lin.chance.drawn:
@@ -429,65 +359,51 @@ class LM(Unscaled, torch.optim.Optimizer):
                 ranks.same(f"after step {state.steps}: loss {step.new_loss!r}, λ = {state.lam!r}")
             self._known.totals, self._known.steady = lin.totals(), records and lin.steady
             self._known.drawn, current.drawn = current.drawn or (), None
-            form, space = lin.end.form, lin.parameters
             master = space.unrounded() if space.coarse else None
-            seen = Seen.of(form, batches) if form.tracking else NOTHING
+            statistics = Seen.of(lin.end.form, batches) if lin.end.form.tracking else NOTHING
             if master is not state.master:
                 state = changed(state, master=master)
-            self._state, self._seen = state, seen  # an error before this line undoes everything
+            self._state, self._seen = state, statistics  # an error before this line undoes everything
             return step
-
-        def undo() -> None:
-            if self._state is old:
-                lin.parameters.recover(theta)
-                before.restore()
-                self._known = Facts()  # the fault may have struck while this was written
-
-        try:
-            return whole(here, work, undo)
+        except BaseException as error:
+            try:
+                here.undone(error, undo)
+            except BaseException:  # a moment before this has begun, or after it
+                here.undone(error, undo)
+                raise
+            raise
         finally:
             objective.eager = False
             lin.close()
 
-    def _represented(self, parts: Parts, lin: Linearization, plan: Plan | None, steady: bool | None) -> Representation:
+    def _representation(self, parts: Parts, lin: Linearization, plan: Plan | None) -> Representation:
         """The representation of G, with its plan in `_planned`: those of the last step, while everything they were
         chosen by is the same, including the shapes of the batch."""
-        known, (batch, *_) = self._known, lin.batches if lin.in_one and not lin.share.ranks.several else (None,)
+        known, steady = self._known, self._state.same_data.steady(self._state.steps)
+        (batch, *_) = lin.batches if lin.in_one and not lin.share.ranks.several else (None,)
         shapes = None if batch is None else batch.form
         now = (plan, parts, steady, lin.start.form)
         if known.chosen is not None and shapes is not None:
-            before, there, picked = known.chosen
-            if there == shapes and all(map(is_, now, before)):
+            before, earlier, picked = known.chosen
+            if earlier == shapes and all(map(is_, now, before)):
                 self._planned = plan
                 return picked  # type: ignore[return-value]
         picked, self._planned = parts.curvature.choose(lin, plan, parts.rows, steady)
         known.chosen = ((self._planned, *now[1:]), shapes, picked)
         return picked
 
-    def _replayed(self, parts: Parts, objective: Objective, batches: list[Batch], here: Surroundings) -> Step | None:
+    def _by_recording(
+        self, parts: Parts, objective: Objective, batches: list[Batch], here: Surroundings
+    ) -> Step | None:
         """The step by replaying a recording; None if there is no recording (yet), or if the step did not go as
         recorded."""
-        old, device, known = self._state, self.params[0].device, self._known
+        old, device, known = self._state, objective.parameters.device, self._known
         (batch,) = batches
         recording = self._recordings.of(parts, objective, batch, old, known, self.lr, self.capture is True)
         if recording is None:
             return None
-        rng, seen, step = rng_state(device), Seen.of(known.look(self.model), batches), None
-
-        def work() -> Step | None:
-            nonlocal step
-            self._pace.expect(old.plan, device, True)
-            there = self._value(objective, batch) if recording.looks else None
-            if rng is not None:
-                set_rng_state(device, rng)
-            recording.run(batch, old, objective)
-            concluded = recording.concluded(old) if self._recordings.confirmed(objective) else None
-            if there is not None and not self._recordings.agrees(recording, there):
-                concluded = None
-            if concluded is not None:
-                (step, self._state), self._seen = concluded, seen
-            undo()
-            return step
+        rng, statistics = rng_state(device), Seen.of(known.look(self.model), batches)
+        step: Step | None = None
 
         def undo() -> None:
             if step is None:
@@ -495,20 +411,35 @@ class LM(Unscaled, torch.optim.Optimizer):
                 if rng is not None:
                     set_rng_state(device, rng)
 
-        return whole(here, work, undo)
+        try:
+            self._pace.expect(old.plan, device, True)
+            value = self._value(objective, batch) if recording.looks else None
+            if rng is not None:
+                set_rng_state(device, rng)
+            recording.run(batch, old, objective)
+            conclusion = recording.concluded(old) if self._recordings.confirmed(objective) else None
+            if value is not None and not self._recordings.agrees(recording, value):
+                conclusion = None
+            if conclusion is not None:
+                (step, self._state), self._seen = conclusion, statistics
+            undo()
+            return step
+        except BaseException as error:
+            try:
+                here.undone(error, undo)
+            except BaseException:  # a moment before this has begun, or after it
+                here.undone(error, undo)
+                raise
+            raise
 
     def _value(self, objective: Objective, batch: Batch) -> float:
         """Σwℓ of a batch, by a pass through the model as it is now."""
-        with torch.no_grad(), without_autocast(self.params[0].device.type), uncompiled():
+        with torch.no_grad(), without_autocast(objective.parameters.device.type), uncompiled():
             forward = Pass(objective, batch, self._known, Chance())
             return float(forward.objective.value(forward.z, batch))
 
-    def _explained(self, step: Step, batches: Iterable[Batch], ranks: Ranks) -> Step:
-        """The step with a note, once, on what may have kept a converged run from learning; no single rank has all
-        data"""
-        if not step.converged or ranks.several:
-            self._diagnosis = None
-            return step
+    def _explained(self, step: Step, batches: Iterable[Batch]) -> Step:
+        """A converged step with a note on what may have kept the run from learning, found once."""
         if self._diagnosis is None:
             plan = self._state.plan
             chunk = self.curvature.needs.chunk if plan is None or plan.kind is None else plan.chunk
@@ -580,7 +511,7 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state, before = self._checked(state_dict), dict(self.__dict__)
-        of_the_model = {k: before[k] for k in OF_THE_MODEL}
+        of_the_model = {name: before[name] for name in OF_THE_MODEL}
         decays = [group["weight_decay"] for group in self.param_groups]
         try:
             super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
@@ -602,13 +533,12 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stay behind, as torch has it, and the wrapper that schedulers put in the place of `step`.
-        left = ("step", "_known", "_recordings", "_pace", "_seen", "_diagnosis", "_program")
-        return {k: v for k, v in self.__dict__.items() if k not in left and not k.startswith("_optimizer_")}
+        transient = ("step", "_known", "_recordings", "_pace", "_seen", "_diagnosis", "_program")
+        return {k: v for k, v in self.__dict__.items() if k not in transient and not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._averaged, self._seen, self._diagnosis, self._program = False, None, None, None
-        self._known, self._recordings, self._pace = Facts(), Recordings(), Pace()
+        self._begin_facts()
 
     def __repr__(self) -> str:
         plan, n = self._state.plan, sum(p.numel() for p in self.params)
@@ -618,18 +548,5 @@ class LM(Unscaled, torch.optim.Optimizer):
         more += [self._recordings.note] if self._recordings.note else []
         head = f"LM of {type(self.model).__name__}, {n:,} parameters, {brief(self.loss)}"
         parts = [f"{name:<12}{brief(part)}" for name, part in vars(self.parts).items() if name != "radius"]
-        found = f"λ = {self.lam:.3g}, steps: {self._state.steps}, accepted: {self._state.accepted}"
-        return "\n    ".join([head, *parts, options, decay, found, *more])
-
-
-def whole(here: Surroundings, work: Callable[[], T], undo: Callable[[], object]) -> T:
-    """The result of the work; whatever is raised, and at whatever moment, everything is as it was before."""
-    try:
-        return work()
-    except BaseException as error:
-        try:
-            here.undone(error, undo)
-        except BaseException:  # a moment before this has begun, or after it
-            here.undone(error, undo)
-            raise
-        raise
+        counts = f"λ = {self.lam:.3g}, steps: {self._state.steps}, accepted: {self._state.accepted}"
+        return "\n    ".join([head, *parts, options, decay, counts, *more])

@@ -70,18 +70,15 @@ def authors_code(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
     >>> opt = mq.presets.authors_code(model, "mse")
     >>> step = opt.step(x, y)
     """
-    loss = _in_sums(loss)
+    loss = resolve(loss)
     ours: dict[str, Any] = {
-        "curvature": Auto(),
         "rows": Empirical() if isinstance(loss, CrossEntropy) else Exact(),
-        "damping": MaxDiagonal(),
         "schedule": RelativeDecrease(),
         "momentum": AdaptiveMomentum(),
         "acceptance": Uphill(),
         "line_search": Grid(0.01, 2.0, 0.05, power=3.0, along_step=True, uphill=True),
-        "average": None,
     }
-    return LM(model, loss, **{**ours, **parts})
+    return paper(model, loss, **{**ours, **parts})
 
 
 def vanilla(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
@@ -146,14 +143,11 @@ def hessian_free(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
     """
     ours: dict[str, Any] = {
         "curvature": MatrixFree(),
-        "damping": Identity(),
+        "rows": None,
         "schedule": GainRatio(down=2 / 3, up=1.5, slow_down=2 / 3, slow_up=1.5, floor=1e-12),
-        "momentum": None,
-        "acceptance": Decrease(),
         "line_search": Backtracking(),
-        "average": None,
     }
-    return LM(model, _in_sums(loss), **{**ours, **parts})
+    return vanilla(model, loss, **{**ours, **parts})
 
 
 def newton(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
@@ -170,17 +164,8 @@ def newton(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
     >>> opt = mq.presets.newton(model, "mse")
     >>> step = opt.step(x, y)
     """
-    ours: dict[str, Any] = {
-        "curvature": Hessian(),
-        "damping": Identity(),
-        "schedule": TenFold(),
-        "momentum": None,
-        "acceptance": Decrease(),
-        "line_search": Backtracking(),
-        "average": None,
-        "attempts": 10,
-    }
-    return LM(model, _in_sums(loss), **{**ours, **parts})
+    ours = {"curvature": Hessian(), "rows": None, "line_search": Backtracking(), "attempts": 10}
+    return vanilla(model, loss, **{**ours, **parts})
 
 
 def kfac(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:

@@ -22,12 +22,11 @@ from .curvature.auto import free
 from .curvature.contract import Damped
 from .deferred import Tape, answers, capturing, recorded
 from .jacobian.linearization import Linearization
-from .jacobian.objective import Level, Objective, Totals
+from .jacobian.objective import Objective, Totals
 from .jacobian.passes import Facts
 from .metric import restored
 from .model.anatomy import held, hooks, submodules
 from .model.batch import Batch, modes, without_autocast
-from .policies import Found
 from .policies.convergence import FAINT
 from .step import (
     Parts,
@@ -37,12 +36,11 @@ from .step import (
     changed,
     conclude,
     damped,
+    dtheta,
     ended,
-    found_of,
+    measured,
     next_lam,
-    present,
     propose,
-    remembered,
     reweighted,
     rows_of,
     tried,
@@ -94,9 +92,9 @@ class RecordedStep:
     """One step, recorded: linearise, represent, solve, try. It is judged by the host.
 
     All inputs of a step are in tensors that the recording owns: the batch, λ, random draws, weight decay by element,
-    and what one step leaves to the next (D, what the curvature keeps, the step). A replay begins by copying `next` to
-    `kept` and ends by writing the new values to `next`. Conditions that are asked on the way are assumed to be true and
-    verified after the replay; if one was false, the caller undoes the step and repeats it without the recording.
+    and what one step leaves to the next (D, what the curvature keeps, the step). A replay begins by copying `after` to
+    `before` and ends by writing the new values to `after`. Conditions that are asked on the way are assumed to be true
+    and verified after the replay; if one was false, the caller undoes the step and repeats it without the recording.
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class RecordedStep:
     ) -> None:
         self.parts, self.objective, self.known, self.lr = parts, objective, known, lr
         self.same_data, self.replays, self.early = state.same_data.soon, 0, state.D is not None and state.D.early
-        self.batch, self.kept, self.next = (_clone(item) for item in (vars(batch), carried(state), carried(state)))
+        self.batch, self.before, self.after = (_clone(item) for item in (vars(batch), carry(state), carry(state)))
         self.lam = torch.zeros((), dtype=objective.parameters.dtype, device=objective.parameters.device)
         self.normaliser = assumed.normaliser
         tape = self._record(state, Tape((*assumed[:3], 0.0), known.drawn))
@@ -125,11 +123,11 @@ class RecordedStep:
         return tape
 
     def _work(self, state: State, tape: Tape) -> Tensor:
-        parts, lr, same = self.parts, self.lr, self.same_data
+        parts, lr, same, space = self.parts, self.lr, self.same_data, self.objective.parameters
         tape.rewind()
-        with recorded(tape), without_autocast(self.objective.parameters.device.type):
-            _copy(self.kept, self.next)
-            old = changed(state, mean=self.kept[3], **_left(self.kept))
+        with recorded(tape), without_autocast(space.device.type):
+            _copy(self.before, self.after)
+            old = changed(state, mean=self.before[3], **_entries(self.before))
             rows = rows_of(parts, state.plan)
             lin = Linearization(
                 self.objective, [Batch(**self.batch)], rows, parts.curvature.needs, known=self.known,
@@ -142,67 +140,64 @@ class RecordedStep:
             H = Damped(matrices.G, self.lam * matrices.A)
             d, plain, uncut = propose(parts, H, old, lr, same)
             self.readings, self.d = tried(lin, matrices, H, d, plain, uncut, lr, old, same), d
+            W = lin.decay  # at θ and at θ + lr·d
+            decays = [] if W is None else [W.value(space.shaped(lin.theta)), W.value(space.tensors)]
             self.theta, self.averaged, self.rounding = lin.theta, matrices.G.averaged, lin.whole().whole.rounding
-            _copy(self.next, [matrices.D.state(), matrices.G.keep(), remembered(parts, d, lr), self.kept[3]])
+            _copy(self.after, [matrices.D.state(), matrices.G.keep(), dtheta(parts, d, lr), self.before[3]])
             lin.close()
-            return answers(tape, *present(self.readings))
+            return answers(tape, *self.readings.values(), *decays)
 
     def run(self, batch: Batch, state: State, objective: Objective) -> None:
         """Takes a step before the host knows whether it is right: see `concluded`."""
         self.replays += 1
         _copy(self.batch, vars(batch))
         _copy(_elements(self.objective), _elements(objective))
-        _copy(self.next, carried(state))
+        _copy(self.after, carry(state))
         self.lam.fill_(state.lam)
         for place, numbers, seed in self.drawn:
             place.copy_(numbers(seed + state.steps))
         self.recorder.replay()
 
-    def _result(self) -> tuple[Level, Found] | None:
-        """The result of a replay; None if an assumption was wrong."""
-        found: list[float] = self.answers.tolist()
-        asked, totals, rest = found[: self.questions], found[self.questions :][:4], found[self.questions + 4 :]
-        value, normaliser, low, sensitivity = totals
-        self.totals = Totals(value, normaliser, low, self.rounding * (abs(value) + sensitivity))
-        read = found_of(self.readings, rest)
-        if not all(asked) or self.totals.normaliser != self.normaliser:
-            return None
-        level = self.objective.level(self.totals, read.decay or 0.0)
-        return (level, read) if math.isfinite(level.f) else None
-
     def concluded(self, old: State) -> tuple[Step, State] | None:
         """The report of a replay and the next state; None unless it was accepted and ran as recorded, see `undo`."""
-        result, parts, lr = self._result(), self.parts, self.lr
-        if result is None:
+        parts, lr, numbers = self.parts, self.lr, iter(self.answers.tolist())
+        fine = all([next(numbers) for _ in range(self.questions)])
+        value, normaliser, low, sensitivity = (next(numbers) for _ in range(4))
+        self.totals = Totals(value, normaliser, low, self.rounding * (abs(value) + sensitivity))
+        trial = measured(self.readings, [next(numbers) for _ in self.readings])
+        decay, new_decay = next(numbers, 0.0), next(numbers, 0.0)
+        if not fine or normaliser != self.normaliser:
             return None
-        level, found = result
+        level = self.objective.level(self.totals, decay)
+        if not math.isfinite(level.f):
+            return None
         old = reweighted(old, level)
         start = begin(old, level, self.theta)
-        end = ended(parts, old, start, found, self.d, old.lam, lr, old.convergence.unjudged)
-        usual = start.same_data == self.same_data and start.doubt == 1
+        end = ended(parts, old, start, trial, self.d, old.lam, lr, old.convergence.unjudged)
+        usual = start.same_data == self.same_data and start.excess == 1
         if end.d is None or not usual:
             return None
         with torch.no_grad():
-            left = {**_left(self.next), "decay": found.new_decay or 0.0}
-            left["D"] = None if left["D"] is None else left["D"].settled(start.steps + 1)
+            memory = {**_entries(self.after), "decay": new_decay}
+            memory["D"] = None if memory["D"] is None else memory["D"].settled(start.steps + 1)
             lam = next_lam(parts, start, old.lam, end, self.averaged)
-            return conclude(parts, self.objective, old, start, end, lam, old.lam, left)
+            return conclude(parts, self.objective, old, start, end, lam, old.lam, memory)
 
     def undo(self, state: State) -> State:
         """Restores the model before the step, and returns its state."""
         self.objective.parameters.assign(self.theta)
-        return changed(state, **_left(self.kept))
+        return changed(state, **_entries(self.before))
 
 
-def carried(state: State) -> list[Any]:
+def carry(state: State) -> list[Any]:
     """The tensors that one step leaves to the next."""
     mean = None if state.same_data.soon else state.mean  # if its loss is needed
     return [None if state.D is None else state.D.state(), state.past, state.previous, mean]
 
 
-def _left(carried: list[Any]) -> dict[str, Any]:
-    """The carried tensors as fields of the state"""
-    D, past, previous, _ = carried
+def _entries(carry: list[Any]) -> dict[str, Any]:
+    """These tensors as fields of the state"""
+    D, past, previous, _ = carry
     return {"D": None if D is None else restored(D), "past": past, "previous": previous}
 
 
@@ -215,10 +210,10 @@ def _clone(item: Any) -> Any:
 
 
 def _copy(to: Any, source: Any) -> None:
-    there, here = tree_leaves(to), tree_leaves(source)
-    if [isinstance(t, Tensor) for t in there] != [isinstance(t, Tensor) for t in here]:
+    targets, sources = tree_leaves(to), tree_leaves(source)
+    if [isinstance(t, Tensor) for t in targets] != [isinstance(t, Tensor) for t in sources]:
         raise Unlike("the step leaves other tensors for the next one than it was given")
-    pairs = [(a, b) for a, b in zip(there, here, strict=True) if isinstance(a, Tensor) and a is not b]
+    pairs = [(a, b) for a, b in zip(targets, sources, strict=True) if isinstance(a, Tensor) and a is not b]
     if pairs:
         with torch.no_grad():  # inputs may require a gradient
             torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
@@ -344,13 +339,13 @@ def room(state: State, device: torch.device) -> bool:
 
 def signature(parts: Parts, objective: Objective, batch: Batch, state: State, known: Facts, lr: float) -> Any:
     """Everything a recording depends on, except for the `attributes` of the model."""
-    leaves, spec = tree_flatten([vars(batch), carried(state)])
+    leaves, spec = tree_flatten([vars(batch), carry(state)])
     shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
     places = tuple(t.data_ptr() for t in held(objective.model))
     mode = modes(objective.model), hooks(objective.model), torch.get_float32_matmul_precision(), objective.autocast
     plan = None if state.plan is None else state.plan.choice
     decay = objective.penalty
-    penalty = None if decay is None else (decay.weights.shape, seen(decay.towards))
+    penalty = None if decay is None else (decay.weights.shape, fingerprint(decay.towards))
     return (
         parts, objective.loss, penalty, state.same_data.soon, shapes, spec, places, mode, lr, known.proven, plan,
     )  # fmt: skip
@@ -363,7 +358,7 @@ PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 def attributes(model: nn.Module) -> list[Any]:
     """The other attributes of the modules: for a recording, a model whose temperature was changed is another model."""
     return [
-        (name, seen(value))
+        (name, fingerprint(value))
         for module in submodules(model)
         if len(vars(module)) > len(OWN)
         for name, value in vars(module).items()
@@ -371,15 +366,17 @@ def attributes(model: nn.Module) -> list[Any]:
     ]
 
 
-def seen(value: Any, deep: bool = True) -> Any:
+def fingerprint(value: Any, deep: bool = True) -> Any:
     """A plain value itself; the place and the version of a tensor; the attributes of an object."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
         return id(value), value._version, value.data_ptr() if value.layout == torch.strided else 0
     if isinstance(value, (tuple, list)):
-        return [v if isinstance(v, PLAIN) else seen(v) for v in value]
+        return [v if isinstance(v, PLAIN) else fingerprint(v) for v in value]
     if isinstance(value, dict):
-        return [(key, seen(v)) for key, v in value.items()]
-    held = getattr(value, "__dict__", None) if deep and not isinstance(value, (type, nn.Module)) else None
-    return [id(value), *((key, seen(v, False)) for key, v in held.items())] if isinstance(held, dict) else id(value)
+        return [(key, fingerprint(v)) for key, v in value.items()]
+    own = getattr(value, "__dict__", None) if deep and not isinstance(value, (type, nn.Module)) else None
+    return (
+        id(value) if not isinstance(own, dict) else [id(value), *((k, fingerprint(v, False)) for k, v in own.items())]
+    )

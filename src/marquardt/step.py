@@ -9,7 +9,7 @@ tensor: recorded code asks through `deferred.ask`, and a momentum that has to re
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +27,7 @@ from .metric import KINDS, Metric
 from .model.parameters import Parameters
 from .parts.direction import Damping, Momentum
 from .parts.judging import Acceptance, Average, LineSearch, Outcome, Schedule, Trial
-from .policies import POLICIES, RISING, Ending, Found, Judgement, Policies, Policy, Start
+from .policies import POLICIES, RISING, Ending, Judgement, Measurements, Policies, Policy, Start
 from .policies.lag import ratio
 from .policies.outliers import UNHEARD
 from .tolerances import SAME_LOSS
@@ -35,7 +35,6 @@ from .tolerances import SAME_LOSS
 # A decrease of at least this many roundings of the loss counts as a decrease.
 ROUNDINGS = 4
 CONVERGED = "converged: no decrease is left that could be told from the rounding of the loss"
-COSINE = Found._fields.index("cosine")
 FAILED = Judgement(None, True, -math.inf, math.inf, 1.0)
 
 T = TypeVar("T")
@@ -102,7 +101,7 @@ def take(
     matrices = damped(parts, G, old, start.same_data)  # D ← damping of the parameters
     lam, unjudged, notes = old.lam, old.convergence.unjudged, first_notes(start, old.plan, plan)
     for _ in range(attempts):
-        used = start.doubt * lam
+        used = start.excess * lam
         end = attempt(parts, lin, matrices, old, start, used, lr, notes, unjudged)  # d, tried and judged, or a search
         lam, unjudged = next_lam(parts, start, lam, end, G.averaged), end.unjudged  # λ ← smaller or larger
         if end.rule != "rejected":
@@ -112,8 +111,8 @@ def take(
             break
         notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
     decay = commit(lin, end)  # θ: nothing else moves it for good
-    left = {**kept(parts, matrices, start, end), "plan": plan, "most_rows": lin.most, "decay": decay}
-    return conclude(parts, lin.objective, old, start, end, lam, used, left, notes)
+    memory = {**memories(parts, matrices, start, end), "plan": plan, "most_rows": lin.most, "decay": decay}
+    return conclude(parts, lin.objective, old, start, end, lam, used, memory, notes)
 
 
 def attempt(
@@ -126,7 +125,7 @@ def attempt(
     try:
         A = matrices.A
         H = Damped(G, A.with_scale(lam * A.scale))  # G + W + λD
-        d, plain, uncut = propose(parts, H, old, lr, start.same_data, start.doubt)
+        d, plain, uncut = propose(parts, H, old, lr, start.same_data, start.excess)
         readings = tried(lin, matrices, H, d, plain, uncut, lr, old, start.same_data)
     except FactorizationError as error:
         blame_gradient(lin.parameters, G.gradient)
@@ -135,11 +134,11 @@ def attempt(
         return Ending("rejected", lr, None, f, None, FAILED)
     notes += G.notes
     G.notes.clear()
-    found = found_of(readings, floats(*present(readings)))  # one synchronisation for all that the judgement needs
-    if not math.isfinite(found.new_loss):
-        notes.append(f"the trial loss is {found.new_loss}")
-    end = ended(parts, old, start, found, d, lam, lr, unjudged, lin.parameters.coarse)
-    if end.d is not None or parts.line_search is None or lr <= 0 or not end.judgement.judged or start.doubt > 1:
+    trial = measured(readings, floats(*readings.values()))  # one synchronisation for all that the judgement needs
+    if not math.isfinite(trial.new_loss):
+        notes.append(f"the trial loss is {trial.new_loss}")
+    end = ended(parts, old, start, trial, d, lam, lr, unjudged, lin.parameters.coarse)
+    if end.d is not None or parts.line_search is None or lr <= 0 or not end.judgement.judged or start.excess > 1:
         return end
     return searched(parts, lin, end, d, plain, f)
 
@@ -185,7 +184,7 @@ def begin(old: State, level: Level, theta: Tensor) -> Start:
     f, low, best = level.f, level.low, min(old.best, level.f)
     repeats = old.same_data.repeated(f, theta.dtype, low, old.outliers.height)
     floor, same = old.outliers.floor(best, low), repeats > 1
-    return Start(level, theta, old.steps, best, floor, repeats, same, old.outliers.doubt(f, floor, old.steps, same))
+    return Start(level, theta, old.steps, best, floor, repeats, same, old.outliers.excess(f, floor, old.steps, same))
 
 
 def first_notes(start: Start, past: Plan | None, plan: Plan | None) -> list[str]:
@@ -195,9 +194,9 @@ def first_notes(start: Start, past: Plan | None, plan: Plan | None) -> list[str]
         notes.append(f"out of memory, planned anew: {plan}")
     if plan is not None and plan.couples and not (past is not None and past.couples):
         notes.append("samples depend on each other, as in BatchNorm: conjugate gradients in the place of rows")
-    if start.doubt > 1:
-        times = UNHEARD * start.doubt
-        notes.append(f"the loss is {times:.2g} times those of late: a careful step, λ times {start.doubt:.2g}")
+    if start.excess > 1:
+        times = UNHEARD * start.excess
+        notes.append(f"the loss is {times:.2g} times those of late: a careful step, λ times {start.excess:.2g}")
     return notes
 
 
@@ -216,13 +215,7 @@ def damped(parts: Parts, G: Curvature, old: State, same_data: bool) -> Matrices:
     """G with what it recalls of earlier batches, and D ← damping of the parameters."""
     G.same_data = same_data
     G.recall(old.past, same_data)
-    D = parts.damping.update(old.D, G)
-    check_metric(D, type(parts.damping).__name__, G.parameters.sizes)
-    return Matrices(G, D, D.positive())
-
-
-def check_metric(D: Metric, damping: str, sizes: Sequence[int]) -> None:
-    """Checks the metric that a user's damping returned, before anything is solved with it."""
+    D, damping, sizes = parts.damping.update(old.D, G), type(parts.damping).__name__, G.parameters.sizes
     if type(D) not in KINDS and not isinstance(D, KINDS):  # those that can be saved and loaded
         raise TypeError(
             f"{damping}.update returned {type(D).__name__}: a damping returns a metric, for example "
@@ -230,18 +223,19 @@ def check_metric(D: Metric, damping: str, sizes: Sequence[int]) -> None:
         )
     if not D.fits(sizes):
         raise ValueError(f"{damping}.update returned a D that does not fit parameters of the sizes {list(sizes)}")
+    return Matrices(G, D, D.positive())
 
 
 def propose(
-    parts: Parts, H: Damped, old: State, lr: float, same_data: bool, doubt: float = 1.0
+    parts: Parts, H: Damped, old: State, lr: float, same_data: bool, excess: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """−(G + W + λD)⁻¹g with momentum and without it, (n,) each, and the length of the first before it was cut back to
     the radius, if there is one. On an outlier batch the step is shorter than the last one. Nothing moves yet."""
     space, ranks = H.G.parameters, H.G.lin.ranks
     plain = H.step()
     d = plain if parts.momentum is None else parts.momentum.refine(plain, old.previous, H, same_data)
-    if doubt > 1:
-        d = d * (old.outliers.stride / math.sqrt(doubt) / space.norm(d)).clamp(max=1)
+    if excess > 1:
+        d = d * (old.outliers.stride / math.sqrt(excess) / space.norm(d)).clamp(max=1)
     alone, uncut = d is plain, None
     if parts.radius is not None:
         uncut = space.norm(d)
@@ -259,63 +253,60 @@ def within(radius: float, lr: float, d: Tensor, space: Parameters) -> Tensor:
 def tried(
     lin: Linearization, matrices: Matrices, H: Damped, d: Tensor, plain: Tensor, uncut: Tensor | None, lr: float,
     old: State, same_data: bool,
-) -> list[Tensor | None]:  # fmt: skip
-    """The entries of `Found`, each of shape (), and what its cosine is made of. On changing batches f(θ̄) comes before
-    f(θ + lr·d), because the weights are left where they were tried last."""
-    W, space = lin.decay if lin.objective.penalty else None, lin.parameters
-    trials, past = Trials(lin), old.previous
-    # torch.cosine_similarity would copy both vectors, which may be large
-    angle = [None] * 3 if past is None else [space.dot(plain, past), space.norm(plain), space.norm(past)]
-    mean_loss = None if old.mean is None or same_data else trials.loss(old.mean - lin.theta, 1.0)
-    new_loss = trials.loss(d, lr)
-    decay, new_decay = (None, None) if W is None else (W.value(space.shaped(lin.theta)), W.value(space.tensors))
-    dDd = matrices.A.quadratic(d, space.sizes, space.dot) if same_data else None
-    return [
-        new_loss, *H.model(d), matrices.G.slope(matrices.A), space.norm(d), space.norm(lin.theta), dDd, None,
-        mean_loss, decay, new_decay, uncut, *angle,
-    ]  # fmt: skip
-
-
-def present(readings: Sequence[Tensor | None]) -> list[Tensor]:
-    return [t for t in readings if t is not None]
+) -> dict[str, Tensor]:  # fmt: skip
+    """The `Measurements` at θ + lr·d, each of shape (), with the numbers that its cosine is made of."""
+    trials, space, past = Trials(lin), lin.parameters, old.previous
+    readings: dict[str, Tensor] = {}
+    if old.mean is not None and not same_data:  # first, because the weights are left where they were tried last
+        readings["mean_loss"] = trials.loss(old.mean - lin.theta, 1.0)
+    readings["new_loss"] = trials.loss(d, lr)
+    readings["gd"], readings["dGd"] = H.model(d)
+    readings["gDg"] = matrices.G.slope(matrices.A)
+    readings["length"], readings["theta"] = space.norm(d), space.norm(lin.theta)
+    if same_data:
+        readings["dDd"] = matrices.A.quadratic(d, space.sizes, space.dot)
+    if uncut is not None:
+        readings["uncut"] = uncut
+    if past is not None:  # torch.cosine_similarity would copy both vectors, which may be large
+        readings["along"] = space.dot(plain, past)
+        readings["plain"] = readings["length"] if plain is d else space.norm(plain)
+        readings["past"] = space.norm(past)
+    return readings
 
 
 # --- numbers only
 
 
-def found_of(readings: Sequence[Tensor | None], numbers: Sequence[float]) -> Found:
-    """`Found` of the numbers that were read, in the order of the readings that are present"""
-    found: list[Any] = list(readings)
-    for k, number in zip([k for k, t in enumerate(found) if t is not None], numbers, strict=True):
-        found[k] = number
-    *entries, along, plain, past = found
-    if along is not None:
-        entries[COSINE] = along / max(plain * past, 1e-30)
-    return Found(*entries)
+def measured(readings: Iterable[str], numbers: Sequence[float]) -> Measurements:
+    """`Measurements` of the numbers that were read"""
+    entries: dict[str, Any] = dict(zip(readings, numbers, strict=True))
+    if "along" in entries:
+        entries["cosine"] = entries.pop("along") / max(entries.pop("plain") * entries.pop("past"), 1e-30)
+    return Measurements(**entries)
 
 
-def judge(parts: Parts, old: State, start: Start, found: Found, lam: float, lr: float) -> Judgement:
+def judge(parts: Parts, old: State, start: Start, trial: Measurements, lam: float, lr: float) -> Judgement:
     """Accept θ + lr·d if the loss falls, or if it rises a little in the direction of the previous step and no policy
     objects."""
-    f, rounding, f_new = start.level.f, start.level.rounding, found.new_loss
-    predicted = -lr * found.gd - 0.5 * lr**2 * found.dGd
+    f, rounding, f_new = start.level.f, start.level.rounding, trial.new_loss
+    predicted = -lr * trial.gd - 0.5 * lr**2 * trial.dGd
     # A step can be judged if its decrease, predicted or measured, can be told from rounding. The estimate of the
     # rounding leaves out the hidden layers: if the first half of the digits of θ stay the same, the measured change is
     # taken for rounding as well.
     least = ROUNDINGS * rounding
-    hardly_moves = lr * found.length <= torch.finfo(start.theta.dtype).eps ** 0.5 * found.theta
+    hardly_moves = lr * trial.length <= torch.finfo(start.theta.dtype).eps ** 0.5 * trial.theta
     hidden = abs(predicted) <= least and (abs(f - f_new) <= least or hardly_moves)
     judged = f_new != f and not hidden
     gain = gain_ratio(f - f_new, predicted) if judged else math.nan
     share = 1.0
-    if found.dDd is not None and judged and predicted > 0:
-        share = 0.5 * lam * lr**2 * found.dDd / predicted
+    if trial.dDd is not None and judged and predicted > 0:
+        share = 0.5 * lam * lr**2 * trial.dDd / predicted
     rises = judged and all([old.__dict__[name].uphill(start, f_new) for name in RISING])
-    cosine = found.cosine if rises else None  # without a cosine no uphill move is accepted
+    cosine = trial.cosine if rises else None  # without a cosine no uphill move is accepted
     rule = parts.acceptance.judge(Trial(f, f_new, start.floor, start.best, cosine, old.recent.late))
     if rule == "uphill" and not rises:  # an acceptance that does not ask for the cosine
         rule = None
-    lag = math.nan if found.mean_loss is None else ratio(f, start.floor, least, found.mean_loss)
+    lag = math.nan if trial.mean_loss is None else ratio(f, start.floor, least, trial.mean_loss)
     return Judgement(rule, judged, gain, abs(predicted), share, lag)
 
 
@@ -325,18 +316,17 @@ def gain_ratio(decrease: float, predicted: float) -> float:
 
 
 def ended(
-    parts: Parts, old: State, start: Start, found: Found, d: Tensor, lam: float, lr: float, unjudged: int,
+    parts: Parts, old: State, start: Start, trial: Measurements, d: Tensor, lam: float, lr: float, unjudged: int,
     coarse: bool = False,
 ) -> Ending:  # fmt: skip
     """The ending at θ + lr·d if it was accepted, otherwise where the step began."""
-    judgement, f = judge(parts, old, start, found, lam, lr), start.level.f
-    if coarse and found.new_loss == f:  # both round to the same weights: θ moves on in full precision
+    judgement, f = judge(parts, old, start, trial, lam, lr), start.level.f
+    if coarse and trial.new_loss == f:  # both round to the same weights: θ moves on in full precision
         judgement = judgement._replace(rule="decrease")
     unjudged = 0 if judgement.judged else unjudged + 1
-    cut = found.uncut is not None and found.cut
-    if judgement.rule is None:
-        return Ending("rejected", lr, None, f, found, judgement, found.length, cut, unjudged)
-    return Ending(judgement.rule, lr, d, found.new_loss, found, judgement, found.length, cut, unjudged)
+    cut = trial.uncut is not None and trial.length < trial.uncut
+    rule, at, loss = ("rejected", None, f) if judgement.rule is None else (judgement.rule, d, trial.new_loss)
+    return Ending(rule, lr, at, loss, trial, judgement, trial.length, cut, unjudged)
 
 
 def searched(parts: Parts, lin: Linearization, end: Ending, d: Tensor, plain: Tensor, f: float) -> Ending:
@@ -344,9 +334,9 @@ def searched(parts: Parts, lin: Linearization, end: Ending, d: Tensor, plain: Te
     ending if no point is better."""
     search, radius, lr = parts.line_search, parts.radius, end.lr
     assert search is not None
-    assert end.found is not None
+    assert end.trial is not None
     line = d if search.along_step else plain
-    tried = (lr, end.found.new_loss) if line is d else None
+    tried = (lr, end.trial.new_loss) if line is d else None
     (length,) = floats(lin.parameters.norm(line))
     # Both lines were cut back with this lr: rounding must not exclude it.
     longest = math.inf if radius is None else max(lr, radius / length if length else math.inf)
@@ -374,13 +364,13 @@ def next_lam(parts: Parts, start: Start, lam: float, end: Ending, over_batches: 
     """λ ← smaller after a good step, larger after a bad one, unchanged after an outlier batch. It does not fall after a
     step that was cut back to the radius or saved by the line search: a smaller λ asks for a longer step.
     `over_batches`: whether G is a running average."""
-    if start.doubt > 1:
+    if start.excess > 1:
         return lam
-    full_loss = math.nan if end.found is None else end.found.new_loss
+    full_loss = math.nan if end.trial is None else end.trial.new_loss
     _, _, gain, _, share, lag = end.judgement
     outcome = Outcome(start.level.f, full_loss, gain, end.rule, start.same_data, over_batches, end.unjudged, share, lag)
-    found = parts.schedule.update(lam, outcome)
-    return max(found, lam) if end.cut or end.rule == "search" else found
+    new_lam = parts.schedule.update(lam, outcome)
+    return max(new_lam, lam) if end.cut or end.rule == "search" else new_lam
 
 
 # --- the conclusion: what the next step is left with
@@ -395,51 +385,45 @@ def commit(lin: Linearization, end: Ending) -> float:
     return 0.0 if W is None else floats(W.value(lin.parameters.tensors))[0]
 
 
-def kept(parts: Parts, matrices: Matrices, start: Start, end: Ending) -> dict[str, Any]:
+def memories(parts: Parts, matrices: Matrices, start: Start, end: Ending) -> dict[str, Any]:
     """The tensors that a step leaves for the next one; all others stay as they are. An outlier batch leaves only its
     step."""
     if end.d is None:
         return {}
-    previous = {"previous": remembered(parts, end.d, end.lr)}
-    if start.doubt > 1:
+    previous = {"previous": dtheta(parts, end.d, end.lr)}
+    if start.excess > 1:
         return previous
-    D = matrices.D
+    D, G = matrices.D, matrices.G
     if D.turns:  # a diagonal has no factors to renew
-        D = D.settled(start.steps + 1, matrices.G.lin.ranks)
-    past = matrices.G.keep()
-    if past:
-        check_past(past, matrices.G)
+        D = D.settled(start.steps + 1, G.lin.ranks)
+    past = G.keep()
+    for key, t in (past or {}).items():
+        if not isinstance(t, Tensor):  # torch.load accepts only tensors
+            raise TypeError(f"{type(G).__name__}.keep returned {type(t).__name__} for {key!r}: tensors only")
     return {**previous, "D": D, "past": past}
 
 
-def remembered(parts: Parts, d: Tensor, lr: float) -> Tensor | None:
+def dtheta(parts: Parts, d: Tensor, lr: float) -> Tensor | None:
     """The step dθ = lr·d, if the next one needs it: (n,)"""
     return None if not parts.remembers else d if lr == 1 else lr * d
 
 
-def check_past(past: Past, G: Curvature) -> None:
-    """Checks what a user's curvature keeps: torch.load accepts only tensors."""
-    for key, t in past.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{type(G).__name__}.keep returned {type(t).__name__} for {key!r}: tensors only")
-
-
 def conclude(
     parts: Parts, objective: Objective, old: State, start: Start, end: Ending, lam: float, used: float,
-    left: dict[str, Any], notes: Sequence[str] = (),
+    memory: dict[str, Any], notes: Sequence[str] = (),
 ) -> tuple[Step, State]:  # fmt: skip
-    """The report of a step that has left these tensors and numbers, and the next state. `lam` is λ of the next step,
-    `used` that of this one."""
+    """The report of a step, and the next state with what it is to remember. `lam` is λ of the next step, `used` that of
+    this one."""
+    if parts.average is not None and end.d is not None:
+        memory |= averaged(parts.average, old, objective.parameters, start)
     policies = {name: old.__dict__[name].after(start, end) for name in POLICIES}
     best = end.loss if end.loss < start.best else start.best
-    if parts.average is not None and end.d is not None:
-        left |= averaged(parts.average, old, objective.parameters, start)
     state = changed(
-        old, lam=lam, steps=old.steps + 1, accepted=old.accepted + (end.d is not None), best=best, **policies, **left
+        old, lam=lam, steps=old.steps + 1, accepted=old.accepted + (end.d is not None), best=best, **policies, **memory
     )
     idle = state.convergence
     converged = idle.idle > 0 and idle.reached(used, parts.schedule.initial)
-    return report(objective.given, start, end, used, notes, converged, left["decay"]), state
+    return report(objective.given, start, end, used, notes, converged, memory["decay"]), state
 
 
 def averaged(average: Average, old: State, parameters: Parameters, start: Start) -> dict[str, Any]:
@@ -460,9 +444,9 @@ def report(
     unit = 1.0 if loss.reported is None else loss.report(1.0, normaliser)
     here, there, data, new_data = f * unit, end.loss * unit, (f - before) * unit, (end.loss - decay) * unit
     slope = averaged = math.nan
-    if end.found is not None:
-        slope = math.sqrt(max(end.found.gDg, 0.0))
-        averaged = math.nan if end.found.mean_loss is None else end.found.mean_loss * unit
+    if end.trial is not None:
+        slope = math.sqrt(max(end.trial.gDg, 0.0))
+        averaged = math.nan if end.trial.mean_loss is None else end.trial.mean_loss * unit
     words = CONVERGED if converged else "; ".join(notes)
     return Step(
         here, there, end.d is not None, end.rule, lam, end.lr, end.judgement.gain, words, slope, converged, averaged,
@@ -505,18 +489,18 @@ class State(Policies):
 
     def flat(self) -> dict[str, Any]:
         """One dict in which the fields of the policies stand in the place of the policies"""
-        found: dict[str, Any] = {}
+        flat: dict[str, Any] = {}
         for name, value in vars(self).items():
-            found.update(vars(value) if name in POLICIES else {name: value})
-        return found
+            flat.update(vars(value) if name in POLICIES else {name: value})
+        return flat
 
-    def __setstate__(self, found: dict[str, Any]) -> None:  # from a copy, or from a pickle made while State was flat
-        self.__dict__.update(nested(found))
+    def __setstate__(self, flat: dict[str, Any]) -> None:  # from a copy, or from a pickle made while State was flat
+        self.__dict__.update(nested(flat))
 
 
-def nested(found: Mapping[str, Any]) -> dict[str, Any]:
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The reverse of `flat`; a policy whose fields are missing gets its defaults."""
-    rest, policies = {key: value for key, value in found.items() if key not in RETIRED}, {}
+    rest, policies = {key: value for key, value in flat.items() if key not in RETIRED}, {}
     for name, default in POLICIES.items():
         given = rest.pop(name) if isinstance(rest.get(name), Policy) else None
         own = {f.name: rest.pop(f.name) for f in fields(default) if f.name in rest}
@@ -530,23 +514,22 @@ RETIRED = ("haven", "haven_loss", "away", "ceiling", "haven_decay")
 
 def entries(policies: Mapping[str, Policy]) -> dict[str, Field[Any]]:
     """The entries of the flat dict. A name with two meanings is an error: one of the two would be lost."""
-    own = [f for f in fields(State) if f.name in State.__annotations__]
-    taken = dict.fromkeys(RETIRED, "an entry of older files, which is left out")
-    taken |= {f.name: "a field of State" for f in own}
+    table = {f.name: f for f in fields(State) if f.name in State.__annotations__}
+    owners = dict.fromkeys(RETIRED, "an entry of older files, which is left out")
+    owners |= dict.fromkeys(table, "a field of State")
     for name in policies:
-        if name in taken:
-            raise TypeError(f"the policy {name!r} has the name of {taken[name]}: give it another one in Policies")
-    found = {f.name: f for f in own}
+        if name in owners:
+            raise TypeError(f"the policy {name!r} has the name of {owners[name]}: give it another one in Policies")
+    owners |= dict.fromkeys(policies, "a policy")
     for name, policy in policies.items():
-        others = taken | {other: "a policy" for other in policies if other != name}
         for f in fields(policy):
-            if f.name in others:
+            if f.name in owners and f.name != name:
                 raise TypeError(
-                    f"the field {f.name!r} of {type(policy).__name__} has the name of {others[f.name]}: give it "
+                    f"the field {f.name!r} of {type(policy).__name__} has the name of {owners[f.name]}: give it "
                     "another one, for all are entries of one state_dict"
                 )
-            taken[f.name], found[f.name] = f"a field of {type(policy).__name__}", f
-    return found
+            owners[f.name], table[f.name] = f"a field of {type(policy).__name__}", f
+    return table
 
 
 ENTRIES = entries(POLICIES)

@@ -49,7 +49,7 @@ def test_the_lag_of_late():
     assert Lag(1.0).after(start(), ending()).lag == pytest.approx(0.8 + 0.2 * math.log(0.9))
     assert Lag(1.0).after(start(repeats=1), ending()).lag == pytest.approx(0.8 + 0.2 * math.log(0.9))
     assert Lag(1.0).after(start(repeats=2), ending()).lag is None
-    assert Lag(1.0).after(start(), ending("rejected", 10.0, judgement=FAILED, found=None)).lag == 1.0
+    assert Lag(1.0).after(start(), ending("rejected", 10.0, judgement=FAILED, trial=None)).lag == 1.0
 
 
 @pytest.mark.parametrize(("lag", "behind"), [(None, False), (-0.5, False), (0.0, False), (1e-12, True), (1.0, True)])

@@ -11,32 +11,32 @@ from marquardt.policies.outliers import HEARD, UNHEARD, Outliers
 from support.parts import ending, start
 
 
-def after(old: Outliers, f: float, loss: float, low: float, best: float = math.inf, doubt: float = 1.0) -> Outliers:
-    return old.after(start(f, low, best=best, doubt=doubt), ending(loss=loss))
+def after(old: Outliers, f: float, loss: float, low: float, best: float = math.inf, excess: float = 1.0) -> Outliers:
+    return old.after(start(f, low, best=best, excess=excess), ending(loss=loss))
 
 
 def test_doubt():
     """In proportion to the loss above its bound; two such batches in a row are no accident."""
     heard = after(Outliers(), 3.0, 2.0, 1.0)  # a height of 2
-    assert heard.doubt(1.0 + 2 * UNHEARD, 1.0, HEARD, False) == pytest.approx(1)
-    assert heard.doubt(1.0 + 50 * UNHEARD, 1.0, HEARD, False) == pytest.approx(25)
-    assert heard.doubt(1.0 + 50 * UNHEARD, 1.0, HEARD, True) == 1
-    doubted = after(heard, 1e6, 1e6, 1.0, doubt=25.0)
+    assert heard.excess(1.0 + 2 * UNHEARD, 1.0, HEARD, False) == pytest.approx(1)
+    assert heard.excess(1.0 + 50 * UNHEARD, 1.0, HEARD, False) == pytest.approx(25)
+    assert heard.excess(1.0 + 50 * UNHEARD, 1.0, HEARD, True) == 1
+    doubted = after(heard, 1e6, 1e6, 1.0, excess=25.0)
     assert doubted.height == heard.height
-    assert doubted.doubt(1e6, 1.0, HEARD, False) == 1
+    assert doubted.excess(1e6, 1.0, HEARD, False) == 1
     assert after(doubted, 1e6, 1e6, 0.0).height == 1e6
-    assert Outliers().doubt(1e30, 0.0, 0, False) == 1
-    assert heard.doubt(1e30, 0.0, 1, False) == 1  # of one batch there is no "of late"
+    assert Outliers().excess(1e30, 0.0, 0, False) == 1
+    assert heard.excess(1e30, 0.0, 1, False) == 1  # of one batch there is no "of late"
     assert after(heard, 1.0, 1.0, 1.0).height == pytest.approx(1.8)  # the largest, fading
 
 
 def test_doubt_begins_after_enough_batches():
     heard = Outliers(1.0)
-    assert heard.doubt(3 * UNHEARD, 0.0, HEARD, False) == pytest.approx(3)
-    assert heard.doubt(3 * UNHEARD, 0.0, HEARD - 1, False) == 1
-    assert Outliers(0.0).doubt(3 * UNHEARD, 0.0, HEARD, False) == 1
-    assert replace(heard, doubted=True).doubt(3 * UNHEARD, 0.0, HEARD, False) == 1
-    assert heard.doubt(0.5 * UNHEARD, 0.0, HEARD, False) == 1
+    assert heard.excess(3 * UNHEARD, 0.0, HEARD, False) == pytest.approx(3)
+    assert heard.excess(3 * UNHEARD, 0.0, HEARD - 1, False) == 1
+    assert Outliers(0.0).excess(3 * UNHEARD, 0.0, HEARD, False) == 1
+    assert replace(heard, doubted=True).excess(3 * UNHEARD, 0.0, HEARD, False) == 1
+    assert heard.excess(0.5 * UNHEARD, 0.0, HEARD, False) == 1
 
 
 def test_what_a_step_leaves():
@@ -48,12 +48,12 @@ def test_what_a_step_leaves():
     assert after(old, 9.0, 8.0, 1.0).height == 8
     assert old.after(start(4.0), ending("rejected", 4.0)).stride == 0.3
     assert old.after(start(4.0), ending(lr=0.25)).stride == 0.5
-    assert after(replace(old, doubted=False), 4.0, 1.5, 1.0, doubt=1.1) == old
+    assert after(replace(old, doubted=False), 4.0, 1.5, 1.0, excess=1.1) == old
 
 
 def test_in_doubt_there_is_no_uphill():
     assert Outliers().uphill(start(), 11.0)
-    assert not Outliers().uphill(start(doubt=1.1), 11.0)
+    assert not Outliers().uphill(start(excess=1.1), 11.0)
 
 
 def test_without_a_lower_bound_heights_are_measured_from_the_best_loss():
@@ -67,8 +67,8 @@ def test_without_a_lower_bound_heights_are_measured_from_the_best_loss():
         assert floor == pytest.approx(1.95 + c)
         assert old.floor(1.0 + c, -math.inf) == pytest.approx(0.95 + c)
         assert old.floor(2.0 + c, -7.0) == -7.0
-        assert old.doubt(1.95 + c + 3 * UNHEARD * 0.5, floor, HEARD, False) == pytest.approx(3)
-        assert old.doubt(1.95 + c + 0.9 * UNHEARD * 0.5, floor, HEARD, False) == 1
+        assert old.excess(1.95 + c + 3 * UNHEARD * 0.5, floor, HEARD, False) == pytest.approx(3)
+        assert old.excess(1.95 + c + 0.9 * UNHEARD * 0.5, floor, HEARD, False) == 1
 
 
 def test_raised():

@@ -38,7 +38,7 @@ class Anatomy:
         modules, tensors, forward, backward = self.modules, self.tensors, self.forward_hooks, self.backward_hooks
         objects: list[Any] = []  # compared by identity
         values: list[Any] = []  # compared by value
-        seen = {id(model): True}
+        numbers = {id(model): True}
         for m in modules:  # the list grows during the loop
             own = m.__dict__
             objects += (m, m.__class__.forward, own["forward"] if "forward" in own else None)
@@ -46,13 +46,13 @@ class Anatomy:
             children, parameters, buffers = m._modules, m._parameters, m._buffers
             for name in children:
                 child = children[name]
-                if child is not None and (number := id(child)) not in seen:
-                    seen[number] = True
+                if child is not None and (number := id(child)) not in numbers:
+                    numbers[number] = True
                     modules += (child,)
-            forward += m._forward_pre_hooks
-            forward += m._forward_hooks
-            backward += m._backward_pre_hooks
-            backward += m._backward_hooks
+            if m._forward_pre_hooks or m._forward_hooks:  # to go through dicts that are empty takes longer
+                forward += (*m._forward_pre_hooks, *m._forward_hooks)
+            if m._backward_pre_hooks or m._backward_hooks:
+                backward += (*m._backward_pre_hooks, *m._backward_hooks)
             for name in parameters:
                 p = parameters[name]
                 objects += (p,)
@@ -93,8 +93,9 @@ class Anatomy:
     @cached_property
     def coupled(self) -> str | None:
         """The name of a layer that makes the samples of a batch depend on each other, if there is one."""
-        found = {id(m) for m in self.modules if isinstance(m, BatchNorm) and _couples(m)}
-        return next((name for name, m in self.modules[0].named_modules() if id(m) in found), None) if found else None
+        couples = {id(m) for m in self.modules if isinstance(m, BatchNorm) and _couples(m)}
+        names = (name for name, m in self.modules[0].named_modules() if id(m) in couples)
+        return next(names, None) if couples else None
 
     @cached_property
     def tracking(self) -> list[Norm]:
@@ -118,8 +119,8 @@ def _couples(layer: nn.Module) -> bool:
 
 def anatomy(model: nn.Module, last: Anatomy | None = None) -> Anatomy:
     """The present anatomy; the same object as the last one, if nothing has changed since."""
-    found = Anatomy(model)
-    return last if last is not None and found.same(last) else found
+    now = Anatomy(model)
+    return last if last is not None and now.same(last) else now
 
 
 def submodules(model: nn.Module) -> list[nn.Module]:
@@ -130,8 +131,8 @@ def submodules(model: nn.Module) -> list[nn.Module]:
 def hooks(model: nn.Module) -> tuple[list[int], list[int]]:
     """The hooks that forward passes call and those that backward passes call, of the modules and parameters of the
     model and of torch as a whole. torch numbers all hooks, and no number is used twice."""
-    found = Anatomy(model)
-    return found.forward_hooks, found.backward_hooks
+    now = Anatomy(model)
+    return now.forward_hooks, now.backward_hooks
 
 
 def held(model: nn.Module) -> list[Tensor]:
@@ -330,10 +331,10 @@ def substituted(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None
     Tensors are matched by identity and not by name as in torch.func.functional_call, which restores a module with two
     names wrongly.
     """
-    kept: list[tuple[dict[str, Any], str, Any]] = []
+    originals: list[tuple[dict[str, Any], str, Any]] = []
 
     def back() -> None:
-        for place, name, value in kept:
+        for place, name, value in originals:
             place[name] = value
 
     with back_afterwards(back):
@@ -342,12 +343,12 @@ def substituted(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None
                 raise RuntimeError("the tensors of a scripted module cannot be replaced")
             if isinstance(module, nn.RNNBase):  # creates new lists of its weights when it is called
                 own = vars(module)
-                kept += [(own, name, own[name]) for name in ("_flat_weights", "_flat_weight_refs") if name in own]
+                originals += [(own, name, own[name]) for name in ("_flat_weights", "_flat_weight_refs") if name in own]
             places: list[dict[str, Any]] = [module._parameters, module._buffers]
             for tensors in places:
                 for name, t in tensors.items():
                     if id(t) in others:
-                        kept.append((tensors, name, t))
+                        originals.append((tensors, name, t))
                         tensors[name] = others[id(t)]
         yield
 

@@ -69,10 +69,10 @@ def _full(leaf: Any) -> Any:
         return widened(leaf)
     if not is_dataclass(leaf) or isinstance(leaf, type):
         return leaf
-    found = copy(leaf)
+    whole = copy(leaf)
     for f in fields(leaf):
-        object.__setattr__(found, f.name, full(getattr(leaf, f.name)))
-    return found
+        object.__setattr__(whole, f.name, full(getattr(leaf, f.name)))
+    return whole
 
 
 def widened(t: Tensor) -> Tensor:
@@ -220,14 +220,14 @@ def tensors(item: Any, depth: int = 3) -> list[Tensor]:
     two)."""
     if isinstance(item, Tensor):
         return [item]
-    found: list[Tensor] = []
+    held: list[Tensor] = []
     for t in tree_leaves(item):
         if isinstance(t, Tensor):
-            found.append(t)
+            held.append(t)
         elif depth and opaque(t):
             slots = [getattr(t, name, None) for kind in type(t).__mro__ for name in getattr(kind, "__slots__", ())]
-            found += tensors([getattr(t, "__dict__", None), slots], depth - 1)
-    return found
+            held += tensors([getattr(t, "__dict__", None), slots], depth - 1)
+    return held
 
 
 def leaves(item: Any) -> list[Any]:
@@ -250,11 +250,11 @@ class Batch:
 
     def __post_init__(self) -> None:
         for name, item in (("inputs", self.inputs), ("targets", self.targets), ("weight", self.weight)):
-            found = item if item is None or name == "inputs" else full(item)
-            if found is not None and found.__class__ is not Tensor and isinstance(found, (dict, UserDict)):
-                found = dict(found)
-            if found is not item:
-                object.__setattr__(self, name, found)
+            value = item if item is None or name == "inputs" else full(item)
+            if value is not None and value.__class__ is not Tensor and isinstance(value, (dict, UserDict)):
+                value = dict(value)
+            if value is not item:
+                object.__setattr__(self, name, value)
 
     def check(self) -> None:
         """Checks for inputs from which no model can take a batch, and for tensors that autograd refuses."""
@@ -270,8 +270,8 @@ class Batch:
             if self.inputs.ndim == 0:
                 raise ValueError("the inputs have shape (): the first dimension must be the samples, as in (N, …)")
         elif isinstance(self.inputs, (tuple, list, dict)):
-            found = leaves(self.inputs)
-            if found and not any(isinstance(t, Tensor) or opaque(t) for t in found):
+            parts = leaves(self.inputs)
+            if parts and not any(isinstance(t, Tensor) or opaque(t) for t in parts):
                 raise TypeError(
                     f"the inputs are a {type(self.inputs).__name__} without a tensor: use torch.as_tensor()"
                 )
@@ -288,23 +288,23 @@ class Batch:
     @property
     def form(self) -> object:
         """Shapes, dtypes and devices; None if there is an object that may contain more than tensors"""
-        found: list[object] = []
+        form: list[object] = []
         for item in (self.inputs, self.targets, self.weight):
             if item.__class__ is Tensor:
-                found += (item.shape, item.dtype, item.device)
+                form += (item.shape, item.dtype, item.device)
             elif item is None:
-                found += (None,)
+                form += (None,)
             else:
                 leaves, spec = tree_flatten(item)
                 if not all(isinstance(t, (Tensor, *PLAIN)) for t in leaves):
                     return None
-                found += (spec, *((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves))
-        return found
+                form += (spec, *((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves))
+        return form
 
     def checksum(self) -> Tensor | float:
         """One number that depends on the targets, or on the inputs if there are no targets."""
-        found = tensors([self.targets, self.inputs])
-        return found[0].sum(dtype=torch.float64) if found else 0.0
+        numbers = tensors([self.targets, self.inputs])
+        return numbers[0].sum(dtype=torch.float64) if numbers else 0.0
 
     @property
     def opaque(self) -> bool:
@@ -390,8 +390,8 @@ def bounds(N: int, size: int) -> list[int]:
 
 def _cut(t: Tensor, first: int, last: int) -> Tensor:
     """Some of the samples, as a new leaf if t requires a gradient"""
-    found = t.detach()[first:last]
-    return found.requires_grad_() if t.requires_grad else found
+    some = t.detach()[first:last]
+    return some.requires_grad_() if t.requires_grad else some
 
 
 class Batches:
@@ -413,8 +413,8 @@ class Batches:
                 yield item
                 continue
             if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
-                found = f"{len(item)} items" if isinstance(item, (tuple, list)) else type(item).__name__
-                raise TypeError(f"step_over takes batches (inputs, targets) or (inputs, targets, weight), not {found}")
+                given = f"{len(item)} items" if isinstance(item, (tuple, list)) else type(item).__name__
+                raise TypeError(f"step_over takes batches (inputs, targets) or (inputs, targets, weight), not {given}")
             yield Batch(*item)
 
 

@@ -66,9 +66,9 @@ class Parameters:
         pass."""
         if self.shards is None:
             return self
-        found = Parameters(self._model, self.shards.whole)
-        found.names = self.names
-        return found
+        parameters = Parameters(self._model, self.shards.whole)
+        parameters.names = self.names
+        return parameters
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -86,8 +86,8 @@ class Parameters:
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
         if self.coarse or len(parts) == 1:
             return torch.cat([t.detach().flatten().to(self.dtype) for t in parts])
-        found: Tensor = _flatten_dense_tensors(parts).detach()
-        return found
+        theta: Tensor = _flatten_dense_tensors(parts).detach()
+        return theta
 
     def unrounded(self) -> Tensor | None:
         """θ, if the parameters cannot represent it: (n,)"""
@@ -182,15 +182,15 @@ class Parameters:
         ones."""
         if not self.ranks.several:
             return [list(range(len(sizes)))]
-        found: list[list[int]] = []
+        groups: list[list[int]] = []
         most, total = max(max(sizes, default=0), self.whole.n // SHARE), 0
         for k, size in enumerate(sizes):
-            if not found or total + size > most:
-                found.append([])
+            if not groups or total + size > most:
+                groups.append([])
                 total = 0
-            found[-1].append(k)
+            groups[-1].append(k)
             total += size
-        return found
+        return groups
 
     # Products.
 
@@ -256,8 +256,8 @@ def joined(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
         if g is None or g.dtype is not p.dtype or g.is_sparse or g.dtype in COARSE:
             plain = False
     if plain:
-        found: Tensor = _flatten_dense_tensors(grads)
-        return found
+        gradient: Tensor = _flatten_dense_tensors(grads)
+        return gradient
     return torch.cat([flat(g, p) for g, p in zip(grads, params, strict=True)])
 
 

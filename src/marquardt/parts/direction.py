@@ -243,16 +243,20 @@ class KroneckerMetric:
         past, before = (D, None) if D.__class__ is Layered else (None, D)
         if G.same_data and self.steady is not None:
             return self.steady.update(before, G)
-        found = G.partial_traces()
-        if found is None:
+        traces = G.partial_traces()
+        if traces is None:
             return MeanEigenvalue().update(before, G)
-        rank, batches, layers = min(G.parameters.n, found.rows), one(G), found.layers
+        rank, batches, layers = min(G.parameters.n, traces.rows), one(G), traces.layers
         if past is not None:
             rank, batches = max(rank, past.rank), past.batches + 1
             layers = averaged(past.layers, layers, batches.reciprocal().neg_().add_(1).clamp_(max=self.decay))
         layers = completed(layers, G)
-        gamma = self.c * torch.cat([layer.trace for layer in layers]).sum() / rank
-        if past is None or past.early or self.every == 1 or not alike(past.layers, layers):
+        renewed = past is None or past.early or self.every == 1 or not alike(past.layers, layers)
+        sizes: list[Tensor] = []
+        for layer in layers:
+            sizes += (layer.trace,)
+        gamma = self.c * torch.cat(sizes).sum() / rank
+        if past is None or renewed:
             return Layered.of(layers, gamma, rank, batches, self.every, G.lin.ranks)
         return past.averaged(layers, gamma, rank, batches, self.every)
 
@@ -410,7 +414,8 @@ class AdaptiveMomentum:
         if previous is None or (self.same_data and not same_data):
             return newton
         g = H.gradient
-        GG, GF, FF = numbers(-H.dot(g, newton), H.dot(g, previous), H.quadratic(previous))
+        gd, GF, FF = numbers(H.dot(g, newton), H.dot(g, previous), H.quadratic(previous))
+        GG = -gd
         size = FF * GG
         sound = (GG > 0) & (FF > 0) & (size > 0) & (size < math.inf)
         if sound is False:
@@ -420,17 +425,17 @@ class AdaptiveMomentum:
         sound = sound & (sine2 > math.sqrt(torch.finfo(g.dtype).eps))
         if sound is False:
             return newton
-        dP = root(GG)
+        dP = decrement = root(GG)
         if not self.cap:
             dP = self.dP
         elif self.dP < math.inf:
             dP = dP.clamp(max=self.dP) if isinstance(dP, Tensor) else min(dP, self.dP)
         beta = dP * root((1 - self.xi**2) / (FF * sine2))
-        alpha = (self.xi * dP * root(GG) + beta * GF) / GG
+        alpha = (self.xi * dP * decrement + beta * GF) / GG
         if sound is not True:  # a tensor, if it is recorded
             alpha, beta = alpha.where(sound, 1), beta.where(sound, 0)
-        found: Tensor = (alpha * newton).add_(beta * previous)
-        return found
+        dtheta: Tensor = (alpha * newton).add_(beta * previous)
+        return dtheta
 
 
 @dataclass(frozen=True)

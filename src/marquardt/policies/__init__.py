@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import Ending, Found, Judgement, Policy, Start
+from .base import Ending, Judgement, Measurements, Policy, Start
 from .convergence import Convergence
 from .lag import Lag
 from .outliers import Outliers
 from .recent import Recent
 from .same_data import SameData
 
-__all__ = ["POLICIES", "RISING", "Ending", "Found", "Judgement", "Policies", "Policy", "Start"]
+__all__ = ["POLICIES", "RISING", "Ending", "Judgement", "Measurements", "Policies", "Policy", "Start"]
 
 
 @dataclass(frozen=True, kw_only=True)

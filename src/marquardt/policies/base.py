@@ -21,10 +21,10 @@ class Start(NamedTuple):
     floor: float  # what heights are measured from: see Outliers
     repeats: int  # how often in a row the loss before a step was the loss after the last one
     same_data: bool  # whether that shows that the data are the same
-    doubt: float  # the factor of λ on a batch with an unusually high loss, 1 on all others
+    excess: float  # the factor of λ on a batch with an unusually high loss, 1 on all others
 
 
-class Found(NamedTuple):
+class Measurements(NamedTuple):
     """What was measured at a trial point θ + lr·d."""
 
     new_loss: float  # f(θ + lr·d)
@@ -33,24 +33,17 @@ class Found(NamedTuple):
     gDg: float  # gᵀD⁻¹g
     length: float  # ‖d‖
     theta: float  # ‖θ‖
-    dDd: float | None  # dᵀDd, on the same data
-    cosine: float | None  # between the plain step and the previous one, if there was one
-    mean_loss: float | None  # f(θ̄), on changing batches
-    decay: float | None = None  # the share of weight decay in f(θ),
-    new_decay: float | None = None  # and in f(θ + lr·d)
+    dDd: float | None = None  # dᵀDd, on the same data
+    cosine: float | None = None  # between the plain step and the previous one, if there was one
+    mean_loss: float | None = None  # f(θ̄), on changing batches
     uncut: float | None = None  # ‖d‖ before it was cut back to the radius
-
-    @property
-    def cut(self) -> bool:
-        """Whether the step was cut back to the radius."""
-        return self.uncut is not None and self.length < self.uncut
 
 
 class Judgement(NamedTuple):
     """The verdict on a trial point."""
 
     rule: str | None  # "decrease" | "uphill", None if the point is not accepted
-    judged: bool  # whether its decrease, predicted or found, exceeds the rounding of f
+    judged: bool  # whether its decrease, predicted or measured, exceeds the rounding of f
     gain: float  # ρ, NaN if it was not judged
     predicted: float  # the absolute value of the predicted decrease
     share: float  # of the damping in the predicted decrease: see judging.Outcome
@@ -64,7 +57,7 @@ class Ending(NamedTuple):
     lr: float
     d: Tensor | None  # (n,), None if the model stays
     loss: float  # f where it ends
-    found: Found | None  # at the full step; None if there was no step to try
+    trial: Measurements | None  # at the full step; None if there was no step to try
     judgement: Judgement
     length: float = math.nan  # ‖d‖
     cut: bool = False  # whether the step was cut back to the radius

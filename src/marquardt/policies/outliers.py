@@ -20,7 +20,7 @@ BELOW = 0.1
 class Outliers(Policy):
     """On changing batches a loss f of more than UNHEARD times the largest recent height h makes the batch an outlier:
 
-        doubt = (f − floor) / (UNHEARD·h)       λ ← doubt·λ, ‖d‖ ≤ the last stride/√doubt, only a decrease counts,
+        excess = (f − floor) / (UNHEARD·h)      λ ← excess·λ, ‖d‖ ≤ the last stride/√excess, only a decrease counts,
         h ← max(f − low, 0.9·h)                 and its curvature is not kept
 
     A sample that is merely hard loses little by this: its share of tr G is large, and so its curvature exceeds λD by a
@@ -37,17 +37,17 @@ class Outliers(Policy):
         loss, by a share of the recent heights, so that adding a constant to the loss changes nothing."""
         return low if low > -math.inf else best - BELOW * self.height
 
-    def doubt(self, f: float, floor: float, steps: int, same_data: bool) -> float:
+    def excess(self, f: float, floor: float, steps: int, same_data: bool) -> float:
         """The factor of λ on a batch with this loss, after this number of steps."""
         if same_data or self.doubted or steps < HEARD or not self.height > 0:
             return 1.0
         return max(1.0, (f - floor) / (UNHEARD * self.height))
 
     def uphill(self, start: Start, loss: float) -> bool:
-        return start.doubt == 1
+        return start.excess == 1
 
     def after(self, start: Start, end: Ending) -> Outliers:
-        if start.doubt > 1:
+        if start.excess > 1:
             return Outliers(self.height, self.stride, True)
         f, low = start.level.f, start.level.low
         above = f - (low if low > -math.inf else min(start.best, end.loss))
