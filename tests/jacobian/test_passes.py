@@ -210,8 +210,8 @@ def test_deltas(rows):
 
 def test_a_copy_finds_out_again():
     """What is proven is not copied, nor read from a pickle of an earlier version."""
-    facts = Facts(unrolls=False, proven="so")
+    facts = Facts(batched_rows=False, proven="so")
     assert copy.deepcopy(facts) == pickle.loads(pickle.dumps(facts)) == Facts()
     old = Facts.__new__(Facts)
-    old.__setstate__({"proof": {"layouts": {}}, "unrolls": False})
+    old.__setstate__({"proof": {"layouts": {}}, "batched_rows": False})
     assert old == Facts()

@@ -18,7 +18,6 @@ from .. import tolerances
 from ..layers.axes import keeps_apart
 from ..layers.capture import Place, Walk, Watch
 from ..layers.graph import rows_by_vmap, rows_in_parts, rows_one_by_one
-from ..layers.shortcuts import Refused
 from ..model.anatomy import Anatomy, Chance, Draws, Moment, SameSlopes, Slopes, anatomy, call_with
 from ..model.batch import COARSE, Batch, full, open_cells
 from ..model.checks import FAILURES, explained
@@ -90,7 +89,6 @@ class Facts:
     # A pass
     anatomy: Anatomy | None = None  # of the model when it was last looked at
     random: set[object] = field(default_factory=set)  # modes of the modules in which the model draws random numbers
-    unrolls: bool = True  # convolutions may have a backward pass of our own
     batched_rows: bool = True  # backward passes of all rows at once
     # By what shows of a pass through part of a batch: whether the structure of its graph keeps the samples apart.
     parts: dict[object, bool] = field(default_factory=dict)
@@ -105,7 +103,6 @@ class Facts:
     linear: set[object] = field(default_factory=set)  # hooks and functions whose backward passes are linear
     only_slopes: bool = False  # the model draws no random numbers but slopes of RReLU
     differentiates: bool = False  # the model differentiates itself: trial points need a graph too
-    rows_per_sample: int = 0  # on the last step
     # and of its loss
     exact_rows: tuple[object, object, int] | None = None  # of a sample, by the loss and the shapes of z and the targets
     loss: object = None  # the loss whose derivatives are proven
@@ -163,7 +160,7 @@ class Pass:
     """z = model(x) with its graph, what was called on the way, and the state of the model before and after."""
 
     def __init__(
-        self, objective: Objective, batch: Batch, known: Facts, chance: Chance, *, once: bool = False,
+        self, objective: Objective, batch: Batch, known: Facts, chance: Chance, *,
         slopes: Sequence[Slopes] | None = None, joined: bool = False, before: Moment | None = None,
     ) -> None:  # fmt: skip
         self.objective, self.batch, self.known, self.chance = objective, batch, known, chance
@@ -174,7 +171,7 @@ class Pass:
         plain = batch.inputs.__class__ is Tensor
         versions = batch.inputs._version if plain else batch.versions()
         try:
-            z, self.watch = self._forward(slopes, once)
+            z, self.watch = self._forward(slopes)
         except FAILURES as error:
             reason = explained(error, objective.model, batch, objective.parameters.whole.tensors[0])
             if reason is None:
@@ -208,20 +205,13 @@ class Pass:
     def moment(self) -> Moment:
         return Moment(self.objective.model, self.objective.parameters.device, self.chance, self.form)
 
-    def _forward(self, slopes: Sequence[Slopes] | None, once: bool) -> tuple[Tensor, Watch]:
-        """`once`: for several rows of a sample, which are differentiated once only"""
+    def _forward(self, slopes: Sequence[Slopes] | None) -> tuple[Tensor, Watch]:
         self.chance.untold = not self.chance.drawn
-        try:
-            with torch.enable_grad():
-                with Watch(self.objective.parameters.whole.index, slopes, once) as watch:
-                    raw = self._raw()
-                raw = raw if raw.__class__ is Tensor and raw.dtype not in COARSE else full(raw)
-                self.objective, z = self.objective.taken(raw, self.batch)
-        except Refused:
-            self.known.unrolls = False
-            self._notice_chance()
-            self.before.restore()
-            return self._forward(slopes, False)
+        with torch.enable_grad():
+            with Watch(self.objective.parameters.whole.index, slopes) as watch:
+                raw = self._raw()
+            raw = raw if raw.__class__ is Tensor and raw.dtype not in COARSE else full(raw)
+            self.objective, z = self.objective.taken(raw, self.batch)
         self._notice_chance()  # after a pass that failed there is nothing to look for: what it drew is taken back
         return z, watch
 
@@ -231,11 +221,11 @@ class Pass:
         with open_cells(self.objective.model):
             return self.objective.raw(self.batch.inputs)
 
-    def again(self, once: bool) -> None:
-        """The graph in the other form."""
+    def again(self) -> None:
+        """A new graph, as the hooks now are"""
         self._graph = None
         self.before.restore(gently=True)  # the graph of a whole batch may hold them
-        z, self.watch = self._forward(self.slopes, once)
+        z, self.watch = self._forward(self.slopes)
         self._graph = self._together(z)
         self.walk = self._walked()
 

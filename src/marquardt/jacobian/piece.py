@@ -27,7 +27,6 @@ from ..layers.axes import all_at, sample_axes
 from ..layers.blocks import Bilinear
 from ..layers.capture import LEAF_NODE, PLACES, Node, Place, alone, grouped
 from ..layers.graph import Glimpse, Use, block_of, signature, uses_in
-from ..layers.shortcuts import Refused
 from ..losses import Loss
 from ..losses.proof import prove
 from ..model.anatomy import Chance, Moment
@@ -312,12 +311,12 @@ def _blame(forward: Pass, reason: str) -> str:
     places = [place for _, own in carriers for place in own]
     if not forward.objective.parameters.ranks.several:
         with _silent(places):
-            forward.again(forward.watch.once)
+            forward.again()
             if _judged(forward).reason is not None:
                 return _node(forward, reason)
         for words, own in carriers:
             with _silent([place for place in places if not any(place is one for one in own)]):
-                forward.again(forward.watch.once)
+                forward.again()
                 if _judged(forward).reason is not None:
                     return f"{words} has a backward hook, and what it returns {reason}: {HOOKS}"
     found = " or ".join(words for words, _ in carriers) or "the forward pass"
@@ -540,7 +539,7 @@ def _grouped(J: Jacobian) -> tuple[Groups, object]:
     """Calls that share parameters, by these, and the signature: all that decides which code finds the rows, the calls
     of layers and the graph. In a batch of one sample every place is right: what is proven there holds for no other."""
     forward, watch, known, N = J.forward, J.forward.watch, J.forward.known, J.N
-    walk, kind = forward.walk, (J.R == 1, watch.unrolled, forward.coarsest, J.parameters.dtype)
+    walk, kind = forward.walk, (J.R == 1, forward.coarsest, J.parameters.dtype)
     same = kind, forward.form.modes, forward.chance.drawn, forward.hooks
     way = walk.structure, walk.sizes, N, same, tuple(watch.ways)
     if way in known.ways:
@@ -821,8 +820,6 @@ def _prove_graph(J: Jacobian, proof: Proof, comparison: Comparison, rest: list[i
 def _prove_paths(J: Jacobian, proof: Proof, comparison: Comparison, rest: list[int]) -> None:
     """The fastest general path that is right for the parameters without a rule."""
     for path in PATHS if rest else ():
-        if J.forward.watch.unrolled and path in ("rows", "loop"):
-            raise Refused("these paths need a graph of torch's own")
         if J.forward.known.may_join and J.N > 1 and path in ("rows", "loop"):
             raise RowByRow(f"the rows of {J.N} samples take a backward pass each")
         try:
@@ -852,9 +849,8 @@ class Piece:
         keep_graph: bool, before: Moment | None = None,
     ) -> None:  # fmt: skip
         self.objective, self.batch, self.known, self.keep_graph = objective, batch, known, keep_graph
-        once = self._unrolls(known.rows_per_sample)
         joined = rows.__class__ not in (Exact, Empirical) and rows.joined
-        self.whole = Pass(objective, batch, known, chance, once=once, joined=joined, before=before)
+        self.whole = Pass(objective, batch, known, chance, joined=joined, before=before)
         self.objective = objective = self.whole.objective
         check_backward(self.whole)
         self.z, self.N = self.whole.z, self.whole.N
@@ -877,13 +873,9 @@ class Piece:
         self.m = self.jacobian.m
         self.telling = 0 if index is not None and len(index) == 0 else self.m  # its own rows that are not zero
         self.inert: set[int] | None = None  # parameters without influence; None before the rows can tell
-        known.rows_per_sample = self.jacobian.R
         self._blocks: list[Block] | None = None
         self._gradient: Tensor | None = None
         self._outside: Tensor | None = None  # h
-        watch = self.jacobian.forward.watch
-        if watch.convolves and not watch.once and self._unrolls(self.jacobian.R):
-            self.jacobian.forward.again(True)  # the first time: so the first step goes the way of all others
         if index is not None:
             self.whole.after.restore(gently=True)  # the samples that were picked had forward passes of their own
 
@@ -899,12 +891,6 @@ class Piece:
         if checked is None or checked[0]() is not y or checked[1] != now:
             loss.check(z, y, weight, part=True)
             self.known.checked = weakref.ref(y), now
-
-    def _unrolls(self, rows: int) -> bool:
-        """Several rows of a sample pay for a backward pass of our own."""
-        parameters = self.objective.parameters
-        fit = parameters.device.type == "cpu" and parameters.shards is None
-        return self.known.unrolls and rows > 1 and not self.keep_graph and fit
 
     def _totals(self, rows: Rows) -> Totals:
         objective, batch, loss = self.objective, self.batch, self.objective.loss
@@ -931,8 +917,7 @@ class Piece:
         index = index.new_zeros(1) if none else index
         slopes = [s.take(index, self.N) for s in self.whole.slopes]
         batch, chance = self.batch.take(index), self.whole.chance
-        once = self._unrolls(self.known.rows_per_sample)
-        part = Pass(self.objective, batch, self.known, chance, once=once, slopes=slopes)
+        part = Pass(self.objective, batch, self.known, chance, slopes=slopes)
         if not none or self.objective.parameters.ranks.several:
             check_picked(self.whole, part, index, self.known, int(seed), type(rows).__name__)
         with torch.no_grad():
@@ -1015,14 +1000,7 @@ class Piece:
             if torch.is_grad_enabled():
                 with torch.no_grad():
                     return self.blocks
-            try:
-                self._blocks, self.inert = blocks_of(self.jacobian)
-            except Exception as error:
-                if not forward.watch.unrolled or out_of_memory(error):
-                    raise
-                self.known.unrolls = False  # for good: this model needs a graph of torch's own
-                forward.again(False)
-                self._blocks, self.inert = blocks_of(self.jacobian)
+            self._blocks, self.inert = blocks_of(self.jacobian)
             if forward is not self.whole:  # of the samples that were not picked nothing is known
                 self.inert = set()
             forward.release(graph=not self.keep_graph)

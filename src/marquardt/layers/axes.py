@@ -14,7 +14,6 @@ from torch.autograd.graph import GradientEdge
 
 from ..surroundings import unless_interrupted
 from .capture import LEAF, PICKING, Node, Place, Walk, shape_at
-from .shortcuts import ToInput
 
 Shape = tuple[int, ...]
 
@@ -293,10 +292,6 @@ def _first_dims(dims: Callable[[Seen], int], of_all: bool = False) -> Rule:
     return rule
 
 
-def _convolution_dims(s: Seen) -> int:
-    return int(s.node.name() != "ToInputBackward" or type(s.node)._forward_cls is ToInput)  # and no other of this name
-
-
 def _batch_norm(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
     """With statistics of its own each channel sees itself alone: so InstanceNorm has the samples among the channels"""
     trains = getattr(s.node, "_saved_training", True)
@@ -337,8 +332,7 @@ REDUCED = """Amax Amin Kthvalue LinalgVectorNorm Logsumexp Max Mean Median Min M
 ALONG = """Cumprod Cumsum Flip Gather Glu IndexSelect LogSoftmax LogSoftmaxBackwardData Logcumsumexp Roll SafeSoftmax
     SliceBackward Softmax SoftmaxBackwardData Sort Topk"""
 CONVOLUTIONS = """ConvDepthwise2D ConvDepthwise3D Convolution ConvolutionBackward ConvolutionOverrideable
-    CudnnConvolution CudnnConvolutionTranspose MiopenConvolution MkldnnConvolution SlowConv2D SlowConv3D
-    ToInputBackward"""
+    CudnnConvolution CudnnConvolutionTranspose MiopenConvolution MkldnnConvolution SlowConv2D SlowConv3D"""
 NORMS = """FusedRmsNorm NativeLayerNorm NativeLayerNormBackward"""
 ATTENTIONS = """ScaledDotProductCudnnAttention ScaledDotProductEfficientAttention ScaledDotProductFlashAttention
     ScaledDotProductFlashAttentionForCpu"""
@@ -353,7 +347,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(IN_ORDER.split(), _in_order),
     **dict.fromkeys(REDUCED.split(), _reduced),
     **dict.fromkeys(ALONG.split(), _along),
-    **dict.fromkeys(CONVOLUTIONS.split(), _first_dims(_convolution_dims)),
+    **dict.fromkeys(CONVOLUTIONS.split(), _first_dims(lambda s: 1)),
     **dict.fromkeys(
         NORMS.split(), _first_dims(lambda s: len(s.out) - len(s.attribute("normalized_shape")), of_all=True)
     ),

@@ -24,7 +24,7 @@ from ..model.anatomy import Slopes, drawn_rrelu
 from ..model.batch import widened
 from ..surroundings import out_of_memory, unless_interrupted
 from .blocks import Bilinear, Block, Explicit, Lookup, cached_rows
-from .shortcuts import Kept, Pooled, behind, unrolled, users
+from .shortcuts import Kept, Pooled, behind, users
 
 
 class Operand(NamedTuple):
@@ -428,10 +428,8 @@ class Watch(TorchFunctionMode):
         self,
         params: Iterable[Tensor] | dict[int, int],
         known: Sequence[Slopes] | None = None,
-        once: bool = False,
     ) -> None:
         super().__init__()
-        self.once = once  # the graph is differentiated once only, for several rows of a sample
         self.known = None if known is None else iter(known)  # slopes to take instead of drawing some
         self.trainable = params if isinstance(params, dict) else {id(p): i for i, p in enumerate(params)}
         self.calls: list[Call] = []
@@ -440,8 +438,6 @@ class Watch(TorchFunctionMode):
         ] = []  # of each call: its parameters, by number, and what the place of the samples depends on
         self.slopes: list[Slopes] = []
         self.functions: list[object] = []  # that were called, those of what is not differentiated among them
-        self.convolves = False  # whether there is a convolution that might have a backward pass of our own,
-        self.unrolled = False  # and whether one has
         self.pools = False  # whether there is a max-pool
         self.hooks: list[object] = []  # of tensors, which the forward pass has set, and of nodes, which it may have set
         self.coarsest = torch.float64  # of all dtypes that the model computes with
@@ -475,11 +471,8 @@ class Watch(TorchFunctionMode):
             return self._rrelu(*args, **kwargs)
         if func in HOOKING and (name := _hook(func, *args, **kwargs)) is not None:
             self.hooks.append(name)
-        out = unrolled(*args, **kwargs) if self.once and func is F.conv2d else None
-        self.convolves = self.convolves or func is F.conv2d
-        self.unrolled = self.unrolled or out is not None
         self.pools = self.pools or func in MAX_POOLS
-        return func(*args, **kwargs) if out is None else out
+        return func(*args, **kwargs)
 
     def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> None:
         """A call of a layer, if a parameter of it trains. The edge is kept and not the tensor, which an in-place
@@ -541,7 +534,7 @@ HOOKING = {Tensor.register_hook, Tensor.grad_fn.__get__}  # type: ignore[union-a
 
 # What others stand for, and all of which more is noted than that it was called.
 REPLACED = {F.multi_head_attention_forward, F.rrelu}
-SPECIAL = {*REPLACED, *HOOKING, *MAX_POOLS, F.conv2d}
+SPECIAL = {*REPLACED, *HOOKING, *MAX_POOLS}
 
 
 def _hook(func: Callable[..., Any], tensor: Tensor, hook: object = None, *_: object) -> object:
