@@ -482,14 +482,17 @@ class Bilinear(Block):
         return a[:, 0, 0], delta[:, :, 0, 0]
 
     @property
+    def single(self) -> tuple[Tensor, Tensor]:
+        """The same with one position: (N, …, I), (R, N, …, O), with a dimension for the groups if there are several"""
+        return self.vectors if self.G == 1 else (self.factors[0][:, 0], self.factors[1][:, :, 0])
+
+    @property
     def a(self) -> Tensor:
-        a = self.factors[0]
-        return widened(a) if a.dtype in COARSE else a
+        return widened(self.factors[0])
 
     @property
     def delta(self) -> Tensor:
-        delta = self.factors[1]
-        return widened(delta) if delta.dtype in COARSE else delta
+        return widened(self.factors[1])
 
     def without(self, some: Sequence[Tensor]) -> Block | None:
         weight, bias = (None if any(p is q for q in some) else p for p in (self.weight, self.bias))
@@ -527,7 +530,7 @@ class Bilinear(Block):
 
     def _at_once(self, dtype: torch.dtype) -> list[tuple[slice, Tensor]]:
         """The rows of one position, if they are few"""
-        a, delta = self.vectors if self.G == 1 else (self.factors[0][:, 0], self.factors[1][:, :, 0])
+        a, delta = self.single
         if delta.dtype is not dtype or a.dtype is not dtype:
             delta, a = delta.to(dtype), a.to(dtype)  # (R, N, …, O), (N, …, I)
         found: list[tuple[slice, Tensor]] = []
@@ -573,19 +576,8 @@ class Bilinear(Block):
             return (delta[..., 0] * a[..., 0]).sum(2).reshape(self.m, -1)
         return torch.einsum("rnpgo,npgi->rngoi", delta, a).reshape(self.m, -1)
 
-    @cached_property
-    def _plain(self) -> tuple[Tensor, Tensor] | None:
-        """a (N, I) and δ (N, O), if there is one row, position and group, and one precision that is no coarse one"""
-        if not self.R == self.P == self.G == 1 or self.one is not None:
-            return None
-        a, delta = self.vectors
-        return (a, delta[0]) if a.dtype is delta.dtype and a.dtype not in COARSE else None
-
     def apply(self, v: Sequence[Tensor]) -> Tensor:
         dtype = v[0].dtype
-        if (plain := self._plain) is not None and self.weight is not None and plain[0].dtype is dtype:
-            out = plain[0] @ v[0].view(self.O, self.I).T  # (N, O)
-            return ((out if self.bias is None else out.add_(v[-1])) * plain[1]).sum(1)
         total: Tensor | None = None
         if self.weight is not None and self.G == 1:
             V = v[0].view(self.O, self.I)
@@ -597,6 +589,8 @@ class Bilinear(Block):
             b = self._times_one(v[-1]).view(self.G, self.O)
             total = b.expand(self.N, self.P, -1, -1) if total is None else total.add_(b)
         assert total is not None
+        if self.R == 1:
+            return (total * self.delta[0].to(dtype)).flatten(1).sum(1)
         # (N, R, P·G·O) (N, P·G·O, 1) → (N, R)
         rows = self.delta.to(dtype).flatten(2).transpose(0, 1) @ total.flatten(1)[:, :, None]
         return rows[:, :, 0].T.flatten()
@@ -609,12 +603,6 @@ class Bilinear(Block):
             pull(delta, a, w.repeat_interleave(self.P)[:, None], [t.view(self.O, -1) for t in out])
             if self.bias is not None and self.one is not None:
                 out[-1].mul_(self.one)
-            return
-        if (plain := self._plain) is not None and self.weight is not None and plain[0].dtype is w.dtype:
-            delta = w[:, None] * plain[1]  # (N, O)
-            torch.mm(delta.T, plain[0], out=out[0].view(self.O, self.I))
-            if self.bias is not None:
-                torch.sum(delta, 0, out=out[-1])
             return
         # a is the same for the R rows of a sample: contract them first, then it is one ordinary backward.
         if self.R == 1:
@@ -647,7 +635,7 @@ class Bilinear(Block):
         if self.weight is not None:
             weight = out[:, : self.O * self.I]
             if self.P == 1:
-                delta, a = self.delta[:, :, 0, 0].transpose(0, 1).to(dtype), self.a[:, 0, 0].to(dtype)
+                delta, a = self._by_sample(dtype)
                 view = weight.view(self.N, self.R, self.O, self.I)
                 torch.mul(delta[:, :, :, None], a[:, None, None, :], out=view)
             else:
@@ -661,7 +649,7 @@ class Bilinear(Block):
         if not self.factored:
             return super().against(samples)
         X = samples.view(self.N, self.R, -1)
-        delta, a = self._pair(samples.dtype)
+        delta, a = self._by_sample(samples.dtype)
         product = samples.new_empty(X.shape[2], self.columns)
         size = max(1, SLAB // (self.N * self.O))
         for part, place in zip(X.split(size, 2), product.split(size), strict=True):
@@ -678,7 +666,7 @@ class Bilinear(Block):
         pairs, weights = self.O * (self.O + 1) // 2, self.O * self.I
         if not self.factored or self.N * pairs * (self.I + 1) > SLAB:
             return super().square(dtype)
-        delta, a = self._pair(dtype)
+        delta, a = self._by_sample(dtype)
         B = delta.mT @ delta  # (N, O, O)
         product = a.new_empty(self.columns, self.columns)
         if self.weight is not None:
@@ -695,17 +683,19 @@ class Bilinear(Block):
             product[:weights, weights:] = product[weights:, :weights].T
         return product
 
-    def _pair(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _by_sample(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """δ (N, R, O) and a (N, I)"""
-        return self.delta[:, :, 0, 0].transpose(0, 1).to(dtype), self.a[:, 0, 0].to(dtype)
+        a, delta = self.vectors
+        return delta.transpose(0, 1).to(dtype), a.to(dtype)
 
     def diagonal(self) -> Tensor:
         if self.P != 1 or self.one is not None:
             return super().diagonal()
-        squares = self.delta[:, :, 0].square().sum(0)  # (N, G, O)
+        a, delta = map(widened, self.single)
+        squares = delta.square().sum(0)  # (N, …, O)
         parts = []
         if self.weight is not None:
-            parts.append(torch.einsum("ngo,ngi->goi", squares, self.a[:, 0].square()).flatten())
+            parts.append(torch.einsum("n...o,n...i->...oi", squares, a.square()).flatten())
         if self.bias is not None:
             parts.append(squares.sum(0).flatten())
         return torch.cat(parts)
@@ -726,8 +716,7 @@ class Bilinear(Block):
         """(AAᵀ + 1) ∘ ΔΔᵀ, summed over pairs of positions: J̃ is never built."""
         if self.G > 1:
             return super().gram(K, other, product)
-        if other is not self:
-            other = cast(Bilinear, other)
+        other = cast(Bilinear, other)
         pairs, coarse = self.m * self.P * other.m * other.P, self.factors[0].dtype in COARSE
         faster = FASTER if coarse and fast(self.factors[0]) else 1
         # Operations of the pairwise form against those of the explicit rows: take the cheaper one.
@@ -813,28 +802,17 @@ class Bilinear(Block):
         left, right = layer.left, layer.right
         if others or self.weight is None or right is None or left.shape[:2] != (self.G, self.O):
             return super().turned(layers)
-        if self.P == self.G == 1:
-            a, delta = (t if t.dtype is left.dtype else t.to(left) for t in self.vectors)
-            if self.bias is not None:
-                a = torch.cat([a, a.new_ones(self.N, 1) if self.one is None else self.one.to(a).expand(self.N, 1)], 1)
-            a, delta = (t * side[0] if side.ndim == 2 else t @ side[0].mT for t, side in ((a, right), (delta, left)))
-            found = Bilinear(a, delta, self.weight, None)
-            found.params, found.members = self.params, self.members
-            return found
-        a, delta = self._with_one(left.dtype), self.delta
-        delta = delta if delta.dtype is left.dtype else delta.to(left)
-        found = Bilinear(_mapped(a, right), _mapped(delta, left), self.weight, None)
-        found.params, found.members = self.params, self.members
-        return found
+        a, delta = self.vectors if self.P == self.G == 1 else self.factors
+        a, delta = (t if t.dtype is left.dtype else t.to(left) for t in (a, delta))
+        turned = Bilinear(_mapped(self._with_one(a), right), _mapped(delta, left), self.weight, None)
+        turned.params, turned.members = self.params, self.members
+        return turned
 
-    def _with_one(self, dtype: torch.dtype) -> Tensor:
-        """(a, 1), or a alone if there is no bias: (N, P, G, I + 1)"""
-        a = self.a
-        a = a if a.dtype is dtype else a.to(dtype)
+    def _with_one(self, a: Tensor) -> Tensor:
+        """(a, 1), or a alone if there is no bias: (…, I + 1)"""
         if self.bias is None:
             return a
-        one = a.new_ones(*a.shape[:-1], 1)
-        return torch.cat([a, one if self.one is None else self._times_one(one)], -1)
+        return torch.cat([a, self._times_one(a.new_ones(*a.shape[:-1], 1))], -1)
 
     @property
     def by_units(self) -> bool:
@@ -851,18 +829,12 @@ class Bilinear(Block):
             parts = [part.partial_traces_of_rows() for part in self.parts()]
             left, right = (torch.stack(sides).sum(0) for sides in zip(*parts, strict=True))
             return [Traces(self.params, left, right)]
-        if self.G == 1:
-            a, delta = (widened(t) for t in self.vectors)  # (N, I), (R, N, O)
-            if self.bias is not None:
-                a = torch.cat([a, a.new_ones(self.N, 1) if self.one is None else self.one.to(a).expand(self.N, 1)], 1)
-            left = (delta * torch.linalg.vector_norm(a, dim=1, keepdim=True)).flatten(0, 1)
-            right = a * torch.linalg.vector_norm(delta, dim=(0, 2)).unsqueeze(1)
-            return [Traces(self.params, square(left[None]), square(right[None]))]
-        a, delta = self.a, self.delta[:, :, 0]  # (N, P, G, I), (R, N, G, O)
-        a = self._with_one(a.dtype)[:, 0]  # (N, G, I)
-        lengths = torch.linalg.vector_norm(a, dim=2), torch.linalg.vector_norm(delta, dim=(0, 3))  # (N, G)
-        left = (delta * lengths[0][:, :, None]).permute(2, 0, 1, 3).flatten(1, 2)
-        return [Traces(self.params, square(left), square((a * lengths[1][:, :, None]).transpose(0, 1)))]
+        a, delta = map(widened, self.single)  # (N, …, I), (R, N, …, O)
+        a = self._with_one(a)
+        left = (delta * torch.linalg.vector_norm(a, dim=-1, keepdim=True)).flatten(0, 1)  # (R·N, …, O)
+        right = a * torch.linalg.vector_norm(delta, dim=(0, -1)).unsqueeze(-1)
+        left, right = (t[None] if self.G == 1 else t.transpose(0, 1) for t in (left, right))
+        return [Traces(self.params, square(left), square(right))]
 
     def _positions_are_cheaper(self) -> bool:
         """By the multiplications: for short samples of wide layers"""
@@ -872,7 +844,10 @@ class Bilinear(Block):
 
     def _traces_of_positions(self) -> tuple[Tensor, Tensor]:
         """ΣΔᵀ(AAᵀ)Δ and ΣAᵀ(ΔΔᵀ)A over the samples: rows are not written out"""
-        a, delta = self._with_one(self.delta.dtype)[:, :, 0], self.delta[:, :, :, 0]  # (N, P, I), (R, N, P, O)
+        a, delta = (
+            self._with_one(self.a.to(self.delta.dtype))[:, :, 0],
+            self.delta[:, :, :, 0],
+        )  # (N, P, I), (R, N, P, O)
         side = delta.permute(1, 2, 0, 3).flatten(2)  # (N, P, R·O)
         return product_of(delta, (a @ a.mT) @ delta), product_of(a, (side @ side.mT) @ a)
 
@@ -921,7 +896,7 @@ class Bilinear(Block):
 
     def second_moments(self, left: Tensor | None, right: Tensor | None) -> Tensor:
         """δ → δ·left, (a, 1) → (a, 1)·right, and the diagonal as if of one weight: (G, O, I + 1)"""
-        a = self.a if self.bias is None else torch.cat([self.a, self.a.new_ones(*self.a.shape[:-1], 1)], -1)
+        a = self._with_one(self.a)
         if right is not None and (missing := right.shape[1] - a.shape[-1]):  # inputs of a parameter without influence
             a = torch.nn.functional.pad(a, (missing, 0) if self.weight is None else (0, missing))
         a = a if right is None else torch.einsum("npgi,gij->npgj", a, right)
@@ -932,11 +907,13 @@ class Bilinear(Block):
 
 
 def _mapped(x: Tensor, side: Tensor) -> Tensor:
-    """x·sideᵀ in every group: (…, G, d), by a matrix (G, d, d) or the diagonal of one"""
+    """x·sideᵀ in every group, by a matrix (G, d, d) or the diagonal of one: (…, G, d), or (…, d) of one group"""
     if side.ndim == 2:
         return x * side
-    if side.shape[0] > 1:
+    if len(side) > 1:
         return torch.einsum("...gi,gji->...gj", x, side)
+    if x.ndim < 4:
+        return x @ side[0].mT
     X = x.reshape(-1, x.shape[-1]).mm(side[0].mT)  # `@` may multiply sample by sample
     return X.view(*x.shape[:-1], side.shape[1])
 
