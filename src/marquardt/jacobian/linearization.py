@@ -214,9 +214,7 @@ class Linearization:
         rows = self.rows_kind if rows is None else rows
         kind = Piece if self.parameters.shards is None else ShardedPiece
         try:
-            if not graph:
-                return kind(self.objective, batch, rows, self.known, self.chance, seed, graph, before)
-            with twice_differentiable(self.objective.model):
+            with twice_differentiable(self.objective.model) if graph else nullcontext():
                 return kind(self.objective, batch, rows, self.known, self.chance, seed, graph, before)
         except Exception as error:
             if self.needs.chunk is not None and batch.samples == 1 and hasattr(error, "add_note"):  # Python 3.11

@@ -448,20 +448,21 @@ class Jacobian:
                     place[:, r] = d
         return [None if place is None else place.transpose(0, 1) for place in places]
 
+    def portions(self, sizes: Sequence[int]) -> list[list[int]]:
+        """What is compared at once, of columns of these sizes"""
+        return self.forward.objective.parameters.portions(sizes)
+
     def explicit(self, path: str, indices: Sequence[int]) -> Tensor:
         """The rows of some parameters, written out: (m, their columns)"""
-        return self._explicit(path, indices).to(self.parameters.dtype)
-
-    def _explicit(self, path: str, indices: Sequence[int]) -> Tensor:
         params = [self.parameters.tensors[i] for i in indices]
-        objective, inputs = self.forward.objective, self.forward.batch.inputs
-        if path == "vmap":
-            return rows_by_vmap(objective.model, params, objective.of, inputs, self.S)
-        if path == "parts":
-            if self.forward.chance.drawn:
-                raise ValueError("a random model draws other numbers in parts")
-            return rows_in_parts(objective.model, params, objective.of, inputs, self.S)
-        return rows_one_by_one(self.forward.graph, params, self.S, batched=path == "rows")
+        if path == "parts" and self.forward.chance.drawn:
+            raise ValueError("a random model draws other numbers in parts")
+        if path in ("vmap", "parts"):
+            objective, rows_of = self.forward.objective, rows_by_vmap if path == "vmap" else rows_in_parts
+            rows = rows_of(objective.model, params, objective.of, self.forward.batch.inputs, self.S)
+        else:
+            rows = rows_one_by_one(self.forward.graph, params, self.S, batched=path == "rows")
+        return rows.to(self.parameters.dtype)
 
 
 # Samples that are looked at in every step, and kinds of passes of which is known whether that will do.

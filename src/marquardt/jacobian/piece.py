@@ -24,8 +24,7 @@ from .. import tolerances
 from ..deferred import AS_IS, current, read
 from ..layers import Block, Explicit, Misfit, Nothing, assemble
 from ..layers.axes import all_at, sample_axes
-from ..layers.blocks import Bilinear
-from ..layers.capture import LEAF_NODE, PLACES, Node, Place, alone, grouped
+from ..layers.capture import LEAF_NODE, PLACES, Node, Place, grouped
 from ..layers.graph import Glimpse, Use, block_of, signature, uses_in
 from ..losses import Loss
 from ..losses.proof import prove
@@ -563,17 +562,15 @@ def _blocks(J: Jacobian, groups: Groups) -> list[Block]:
     """The blocks of all parameters, each by the way that is proven for it."""
     calls, params, proof = J.forward.watch.calls, J.parameters.tensors, J.forward.known.proof
     if not proof.general and len(proof.places) == len(groups):
-        return _by_rules(J, groups)
-    wanted = [i for key, members in groups.items() if key in proof.places for i in members]
+        deltas = J.at([call.edge for call in calls])
+        return [_by_rule(J, key, groups[key], deltas, place) for key, place in proof.places.items()]
     indices = {i for i, path in proof.general.items() if path == "graph"}
     uses = _uses(J, proof.map, indices)
-    ruled, seen = _deltas(J, wanted, uses, proof.map)
-    blocks: list[Block] = []
-    for key, place in proof.places.items():
-        members = groups.get(key, [])
-        block = assemble([calls[i] for i in members], [ruled[i] for i in members], J.N, place)
-        blocks.append(block or Nothing([params[i] for i in key], J.m, J.N))
-    glimpses = [] if proof.map is None else _glimpses(J, uses, proof.map, seen)
+    ruled, by_node = _deltas(
+        J, [i for key, members in groups.items() if key in proof.places for i in members], uses, proof.map
+    )
+    blocks = [_by_rule(J, key, groups.get(key, []), ruled, place) for key, place in proof.places.items()]
+    glimpses = [] if proof.map is None else _glimpses(J, uses, proof.map, by_node)
     blocks += [_by_graph(J, i, glimpses) for i in sorted(indices)]
     for path in ("none", *PATHS):
         if some := [i for i in proof.general if proof.general[i] == path]:
@@ -582,23 +579,15 @@ def _blocks(J: Jacobian, groups: Groups) -> list[Block]:
     return blocks
 
 
-def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
-    """The blocks where every parameter has a rule."""
-    calls, proof = J.forward.watch.calls, J.forward.known.proof
-    deltas = J.at([call.edge for call in calls])
-    blocks: list[Block] = []
-    for key, place in proof.places.items():
-        members = groups[key]
-        if len(members) == 1 and (delta := deltas[members[0]]) is not None:
-            block: Any = calls[members[0]].block(delta, J.N, place)
-            if block.__class__ is not Bilinear or block.P > 1:
-                block = alone(block)
-            if block is not None and len(block.params) == len(key):
-                block.members = key if len(key) == 1 or block.params[0] is J.parameters.tensors[key[0]] else None
-        else:
-            block = assemble([calls[i] for i in members], [deltas[i] for i in members], J.N, place)
-        blocks += (block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N),)
-    return blocks
+def _by_rule(J: Jacobian, key: tuple[int, ...], members: Sequence[int], deltas: Any, place: Place) -> Block:
+    """The block of the parameters `key`, from these calls and all δ"""
+    calls, params = J.forward.watch.calls, J.parameters.tensors
+    block = assemble([calls[i] for i in members], [deltas[i] for i in members], J.N, place)
+    if block is None:
+        return Nothing([params[i] for i in key], J.m, J.N)
+    if len(block.params) == len(key) and all(p is params[i] for p, i in zip(block.params, key, strict=True)):
+        block.members = key
+    return block
 
 
 def _uses(J: Jacobian, where: Map | None, indices: Collection[int]) -> list[Use]:
@@ -683,7 +672,7 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
     w, tolerance = J.random(), tolerances.of_rules(J.forward.coarsest)
     wrong: list[Tensor] = []
     pairs: list[tuple[Tensor, Tensor, float]] = []  # how far off, how large, and what may be noise
-    for part in _parts(J, [b.columns for b in some]):
+    for part in J.portions([b.columns for b in some]):
         pulled = iter(J.forward.pull(J.cotangent(w), [p for k in part for p in some[k].params]))
         for b in (some[k] for k in part):
             true = [flat(next(pulled), p) for p in b.params]
@@ -721,11 +710,6 @@ def _sure(J: Jacobian) -> bool:
     return all(axes.get((use.node, 0)) is not None for use in uses)
 
 
-def _parts(J: Jacobian, sizes: Sequence[int]) -> list[list[int]]:
-    """What is compared at once."""
-    return J.forward.objective.parameters.portions(sizes)
-
-
 def _draws_slopes_only(J: Jacobian) -> bool:
     """Whether all random numbers of the forward pass are slopes of RReLU."""
     before, after = J.forward.before, J.forward.after
@@ -753,7 +737,7 @@ def _prove(J: Jacobian, base: object) -> None:
     _prove_rules(J, proof, comparison)
     covered = {i for key in proof.places for i in key}
     rest = [i for i in range(len(J.parameters)) if i not in covered]
-    for part in _parts(J, [J.parameters.sizes[i] for i in rest]):
+    for part in J.portions([J.parameters.sizes[i] for i in rest]):
         comparison.look([rest[k] for k in part])
     proof.general.update({i: "none" for i in rest if J.ranks.all(i in comparison.unused)})
     rest = [i for i in rest if i not in proof.general]
@@ -781,22 +765,18 @@ def _prove(J: Jacobian, base: object) -> None:
 
 def _prove_rules(J: Jacobian, proof: Proof, comparison: Comparison) -> None:
     """Where the samples are in every group of calls, if one place is right."""
-    calls = J.forward.watch.calls
-    deltas, _ = _deltas(J, range(len(calls)), [])
+    deltas, _ = _deltas(J, range(len(J.forward.watch.calls)), [])
     groups = [*_grouped(J)[0].items()]
-    for part in _parts(J, [sum(J.parameters.sizes[i] for i in key) for key, _ in groups]):
+    for part in J.portions([sum(J.parameters.sizes[i] for i in key) for key, _ in groups]):
         comparison.look([i for k in part for i in groups[k][0]])
         for key, members in (groups[k] for k in part):
-            some = [calls[i] for i in members]
             found: dict[Place, Block | None] = {}
             for place in PLACES:
                 try:
-                    block = assemble(some, [deltas[i] for i in members], J.N, place)
-                    found[place] = block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N)
+                    found[place] = _by_rule(J, key, members, deltas, place)
                 except Misfit:
                     found[place] = None
-            right = comparison.first(found)
-            if right is not None:
+            if (right := comparison.first(found)) is not None:
                 proof.places[key] = right
 
 

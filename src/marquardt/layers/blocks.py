@@ -362,10 +362,7 @@ class Nothing(Block):
         return Nothing(kept, self.m, self.N) if kept else None
 
     def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        size = max(1, SLAB // self.m)
-        for first in range(0, self.columns, size):
-            last = min(first + size, self.columns)
-            yield slice(first, last), self.params[0].new_zeros(self.m, last - first, dtype=dtype)
+        yield slice(0, self.columns), self.params[0].new_zeros((), dtype=dtype).expand(self.m, self.columns)
 
     def apply(self, v: Sequence[Tensor]) -> Tensor:
         return v[0].new_zeros(self.m)

@@ -433,9 +433,8 @@ class Watch(TorchFunctionMode):
         self.known = None if known is None else iter(known)  # slopes to take instead of drawing some
         self.trainable = params if isinstance(params, dict) else {id(p): i for i, p in enumerate(params)}
         self.calls: list[Call] = []
-        self.ways: list[
-            object
-        ] = []  # of each call: its parameters, by number, and what the place of the samples depends on
+        # Of each call: its parameters, by number, and what the place of the samples depends on.
+        self.ways: list[object] = []
         self.slopes: list[Slopes] = []
         self.functions: list[object] = []  # that were called, those of what is not differentiated among them
         self.pools = False  # whether there is a max-pool
@@ -477,8 +476,7 @@ class Watch(TorchFunctionMode):
     def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> None:
         """A call of a layer, if a parameter of it trains. The edge is kept and not the tensor, which an in-place
         activation may overwrite."""
-        operand = _operand(func, args, kwargs)
-        if operand is None:
+        if (operand := _operand(func, args, kwargs)) is None:
             return
         weight, bias, trainable = operand.weight, operand.bias, self.trainable
         i = None if weight is None or (own := id(weight)) not in trainable else trainable[own]
@@ -557,21 +555,17 @@ def grouped(calls: Sequence[Call]) -> list[list[int]]:
     return [members for _, members in groups]
 
 
-def alone(block: Block | None) -> Block | None:
-    """The block of one call, or of several of one layer"""
-    return cached_rows(block) if block is not None and block.__class__ is Bilinear and block.P > 1 else block
-
-
 def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, place: Place) -> Block | None:
     """The block of a group of calls: J̃ is the sum over the calls. None where the outputs do not depend on them."""
-    blocks: list[Block] = [
+    blocks: list[Any] = [
         call.block(delta, N, place) for call, delta in zip(calls, deltas, strict=True) if delta is not None
     ]
     if not blocks:
         return None
     first, *others = blocks
     if len(calls) == 1 or len({call.kind for call in calls}) == 1:
-        return alone(first.beside(others) if others else first)
+        block = first.beside(others) if others else first
+        return cached_rows(block) if block.__class__ is Bilinear and block.P > 1 else block
     # A weight that different layers share: add its columns up.
     columns: dict[int, Tensor] = {}
     params: dict[int, Tensor] = {}

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ def products(left: str, right: str, *, added: bool = False, groups: bool = False
 
     def rule(node: Any, slot: int, V: Shape, out: Shape) -> Form:
         if added and slot == 0:
-            return _spread(lambda delta: _times(delta, node._saved_beta), V, out)
+            return Spread(lambda delta: _times(delta, node._saved_beta), _aligned(V, out))
         of_left, factor = slot == int(added), node._saved_alpha if added else 1
         other = f"_saved_{right if of_left else left}"
 
@@ -94,52 +95,36 @@ def mv(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
     return Outer(lambda: node._saved_self[:, None, :], lambda delta: delta[..., None, None])
 
 
-def added(sign: int) -> Rule:
-    return lambda node, slot, V, out: _spread(
-        lambda delta: _times(delta, sign * node._saved_alpha if slot else 1), V, out
-    )
+def broadcast(at_input: Callable[[Any, int, Tensor], Tensor], slots: Collection[int] = (0, 1)) -> Rule:
+    """V is one of these inputs, with the gradient `at_input` of every element of the output"""
+    return lambda node, slot, V, out: Spread(partial(at_input, node, slot), _aligned(V, out)) if slot in slots else None
 
 
-def mul(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    return _spread(lambda delta: delta * (node._saved_self if slot else node._saved_other), V, out)
+def sums(sign: int) -> Rule:
+    """Y = A ± αB"""
+    return broadcast(lambda node, slot, delta: _times(delta, sign * node._saved_alpha if slot else 1))
 
 
-def div(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    def at_input(delta: Tensor) -> Tensor:
-        other: Tensor = node._saved_other
-        return -delta * (node._saved_self / other**2) if slot else delta / other
+def quotient(node: Any, slot: int, delta: Tensor) -> Tensor:
+    other: Tensor = node._saved_other
+    return -delta * (node._saved_self / other**2) if slot else delta / other
 
-    return _spread(at_input, V, out)
+
+def normalisation(node: Any, slot: int, delta: Tensor) -> Tensor:
+    """y = x̂∘γ + β"""
+    normalised: Tensor = (node._saved_input - node._saved_result1) * node._saved_result2
+    return delta * normalised if slot == 1 else delta
+
+
+def choice(node: Any, slot: int, delta: Tensor) -> Tensor:
+    condition: Tensor = node._saved_condition
+    return torch.where(~condition if slot else condition, delta, 0)
 
 
 def expand(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
     aligned = _aligned(V, out)
-    return _spread(lambda delta: delta, V, out) if all(v in (1, o) for v, o in zip(aligned, out, strict=True)) else None
-
-
-def where(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    def at_input(delta: Tensor) -> Tensor:
-        condition: Tensor = node._saved_condition
-        return torch.where(~condition if slot else condition, delta, 0)
-
-    return _spread(at_input, V, out)
-
-
-def prelu(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
-    """y = x where x > 0, w·x elsewhere"""
-    return _spread(lambda delta: delta * node._saved_self.clamp(max=0), V, out) if slot == 1 else None
-
-
-def normalisation(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
-    """y = x̂∘γ + β"""
-    if slot == 0:
-        return None
-
-    def at_input(delta: Tensor) -> Tensor:
-        normalised: Tensor = (node._saved_input - node._saved_result1) * node._saved_result2
-        return delta * normalised if slot == 1 else delta
-
-    return _spread(at_input, V, out)
+    fits = all(v in (1, o) for v, o in zip(aligned, out, strict=True))
+    return Spread(lambda delta: delta, aligned) if fits else None
 
 
 def lookup(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
@@ -189,23 +174,23 @@ def _patches(node: Any, x: Tensor) -> Any:
 
 
 NODES: dict[str, Rule] = {
-    "AddBackward0": added(1),
+    "AddBackward0": sums(1),
     "AddmmBackward0": products("mat1", "mat2", added=True),
     "BaddbmmBackward0": products("batch1", "batch2", added=True, groups=True),
     "BmmBackward0": products("self", "mat2", groups=True),
     "ConvolutionBackward0": convolve,
     "ConvolutionBackwardBackward0": convolve_back,
-    "DivBackward0": div,
+    "DivBackward0": broadcast(quotient),
     "EmbeddingBackward0": lookup,
     "ExpandBackward0": expand,
     "MmBackward0": products("self", "mat2"),
-    "MulBackward0": mul,
+    "MulBackward0": broadcast(lambda node, slot, delta: delta * (node._saved_self if slot else node._saved_other)),
     "MvBackward0": mv,
-    "NativeLayerNormBackward0": normalisation,
-    "PreluKernelBackward0": prelu,
+    "NativeLayerNormBackward0": broadcast(normalisation, (1, 2)),
+    "PreluKernelBackward0": broadcast(lambda node, slot, delta: delta * node._saved_self.clamp(max=0), (1,)),
     "RepeatBackward0": expand,
-    "SubBackward0": added(-1),
-    "WhereBackward0": where,
+    "SubBackward0": sums(-1),
+    "WhereBackward0": broadcast(choice, (0, 1, 2)),
 }
 
 # Whether these see samples beside V no shape can tell: 2·V and x·V are the same node, and an expanded V may be a token
@@ -221,10 +206,6 @@ VIEWS = COPIES | {
     "SqueezeBackward4", "SqueezeBackward5", "UnsafeViewBackward0", "UnsqueezeBackward0", "UnsqueezeBackward1",
     "ViewBackward0",
 }  # fmt: skip
-
-
-def _spread(delta: Callable[[Tensor], Tensor], V: Shape, out: Shape) -> Spread:
-    return Spread(delta, _aligned(V, out))
 
 
 def _aligned(V: Shape, out: Shape) -> Shape:
