@@ -975,20 +975,22 @@ class Piece:
     def blocks(self) -> list[Block]:
         """The columns of J̃, by layer; once they are there, the graph of the forward pass is released."""
         if self._blocks is None:
-            _ = self.h  # while there is a graph
             forward = self.jacobian.forward
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    return self.blocks
-            self._blocks, self.inert = blocks_of(self.jacobian)
+            with torch.no_grad() if torch.is_grad_enabled() else AS_IS:
+                self._blocks, self.inert = self._formed()
             if forward is not self.whole:  # of the samples that were not picked nothing is known
                 self.inert = set()
             forward.release(graph=not self.keep_graph)
+            self.objective.parameters.let_go()
             if forward.after.buffers or forward.chance.drawn:
                 forward.after.restore()  # some ways to the rows call the model again
             if forward is not self.whole:
                 self.whole.after.restore(gently=True)  # where the forward pass of the whole ended
         return self._blocks
+
+    def _formed(self) -> tuple[list[Block], set[int] | None]:
+        _ = self.h  # while there is a graph
+        return blocks_of(self.jacobian)
 
     def random(self) -> Tensor:
         """One number for every row, the same every time: (R, N)"""

@@ -172,6 +172,7 @@ class Block(ABC):
     m: int
     N: int
     empty = False  # whether its rows are zero by their nature
+    by_rows = 0  # samples, if each of the N is a row
     # Whether its positions are those of several uses, of which a sample may lack some: moments mean nothing then.
     gathered = False
 
@@ -227,10 +228,9 @@ class Block(ABC):
         """The rows with those of a sample side by side, row n·R + r: (m, columns)"""
         if out is None:
             out = torch.empty(self.m, self.columns, dtype=dtype, device=self.params[0].device)
+        N = self.by_rows or self.N
         for columns, piece in self.slabs(dtype):
-            out[:, columns].view(self.N, -1, piece.shape[1]).copy_(
-                piece.view(-1, self.N, piece.shape[1]).transpose(0, 1)
-            )
+            out[:, columns].unflatten(0, (N, -1)).copy_(piece.unflatten(0, (-1, N)).transpose(0, 1))
         return out
 
     @property
@@ -567,8 +567,6 @@ class Bilinear(Block):
 
     def _outer(self, delta: Tensor, a: Tensor) -> Tensor:
         """Σₚ δₚ ⊗ aₚ: (R, N, P, g, o), (N, P, g, I) → (m, g·o·I)"""
-        if self.P == 1:
-            return (delta[:, :, 0, :, :, None] * a[:, 0, :, None, :]).reshape(self.m, -1)
         if self.O == self.I == 1:  # a scale: no matrices to multiply
             return (delta[..., 0] * a[..., 0]).sum(2).reshape(self.m, -1)
         return torch.einsum("rnpgo,npgi->rngoi", delta, a).reshape(self.m, -1)
@@ -625,7 +623,7 @@ class Bilinear(Block):
         return self.P == self.G == 1 < self.R and self.one is None
 
     def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        if self.G > 1:
+        if self.G > 1 or self.by_rows:
             return super().samples(dtype, out)
         if out is None:
             out = torch.empty(self.m, self.columns, dtype=dtype, device=self.delta.device)
@@ -729,9 +727,6 @@ class Bilinear(Block):
         inputs = times(A, B.T, K.dtype)  # (N·P, N'·P'), zero where there is no weight (I = 0)
         if self.bias is not None:
             inputs += 1 if self.one is None else self.one.square().to(K.dtype)
-        if self.R == other.R == self.P == other.P == 1:
-            K.addcmul_(deltas, inputs)
-            return
         deltas = deltas.view(self.R, self.N, self.P, other.R, other.N, other.P)
         factor = inputs.view(1, self.N, self.P, 1, other.N, other.P)
         blocks = K.view(self.R, self.N, other.R, other.N)
@@ -930,72 +925,55 @@ def cached_rows(block: Bilinear) -> Block:
     return CachedRows(block)
 
 
-class CachedRows(Block):
+class CachedRows(Bilinear):
     """The same rows, formed once. Products that come before them, or that have another precision, are left to a and δ,
     and so are statistics of a and δ."""
 
     def __init__(self, block: Bilinear) -> None:
-        self.block, self.params, self.m, self.N = block, block.params, block.m, block.N
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        return self.block.rows(self.block.delta.dtype)  # (m, columns)
-
-    def _there(self, dtype: torch.dtype) -> bool:
-        return "_rows" in vars(self) and dtype == self.block.delta.dtype
-
-    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        if dtype == self.block.delta.dtype:
-            yield slice(0, self.columns), self._rows
-        else:
-            yield from self.block.slabs(dtype)
-
-    def apply(self, v: Sequence[Tensor]) -> Tensor:
-        return self._rows @ torch.cat(list(v)) if self._there(v[0].dtype) else self.block.apply(v)
-
-    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
-        if not self._there(w.dtype):
-            return self.block.adjoint(w, out)
-        for part, piece in zip(out, (w @ self._rows).split([len(part) for part in out]), strict=True):
-            part.copy_(piece)
-
-    def without(self, some: Sequence[Tensor]) -> Block | None:
-        return self.block.without(some)
+        vars(self).update(vars(block))
+        self.block = block
 
     def plain(self) -> Block:
         return self.block.plain()
 
+    @cached_property
+    def _rows(self) -> Tensor:
+        return torch.cat([piece for _, piece in super().slabs(self.delta.dtype)], 1)  # (m, columns)
+
+    def _there(self, dtype: torch.dtype) -> bool:
+        return "_rows" in vars(self) and dtype == self.delta.dtype
+
+    def slabs(self, dtype: torch.dtype) -> Iterable[tuple[slice, Tensor]]:
+        return [(slice(0, self.columns), self._rows)] if dtype == self.delta.dtype else super().slabs(dtype)
+
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        return self._rows @ torch.cat(list(v)) if self._there(v[0].dtype) else super().apply(v)
+
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
+        if not self._there(w.dtype):
+            return super().adjoint(w, out)
+        for part, piece in zip(out, (w @ self._rows).split([len(part) for part in out]), strict=True):
+            part.copy_(piece)
+
     def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
         other = cast(CachedRows, other)
-        if not (self._there(K.dtype) and other._there(K.dtype)):
-            return self.block.gram(K, other.block, product)
-        if product is not None:
-            product.add(self)
-        add_product(K, self._rows, other._rows)
-
-    def whitened(self, D: Sequence[Part]) -> Block:
-        return super().whitened(D) if self._there(self.block.delta.dtype) else self.block.whitened(D)
-
-    def partial_traces(self) -> list[Traces]:
-        if self.block.by_units:
-            return of_vectors(self.params, self._rows.square().sum(0))
-        pieces = self._rows.split([p.numel() for p in self.params], 1)
-        return [Traces(self.params, *of_rows(Turn.joined(pieces, (self.block.G, self.block.O))))]
-
-    def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        return self.block.samples(dtype, out)
+        there = self._there(K.dtype) and other._there(K.dtype)
+        return (Block if there else Bilinear).gram(self, K, other, product)
 
     def diagonal(self) -> Tensor:
-        return self._rows.square().sum(0) if self._there(self.block.delta.dtype) else self.block.diagonal()
+        return self._rows.square().sum(0) if self._there(self.delta.dtype) else super().diagonal()
 
-    def inputs(self) -> Tensor | None:
-        return self.block.inputs()
+    def whitened(self, D: Sequence[Part]) -> Block:
+        return (Block if self._there(self.delta.dtype) else Bilinear).whitened(self, D)
 
-    def sums(self, weight: Tensor | None) -> Sums | None:
-        return self.block.sums(weight)
+    def turned(self, layers: Sequence[Turn]) -> Block:
+        return Block.turned(self, layers)
 
-    def second_moments(self, left: Tensor | None, right: Tensor | None) -> Tensor:
-        return self.block.second_moments(left, right)
+    def partial_traces(self) -> list[Traces]:
+        if self.by_units:
+            return of_vectors(self.params, self._rows.square().sum(0))
+        pieces = self._rows.split([p.numel() for p in self.params], 1)
+        return [Traces(self.params, *of_rows(Turn.joined(pieces, (self.G, self.O))))]
 
 
 class Lookup(Block):

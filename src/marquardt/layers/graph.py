@@ -378,21 +378,9 @@ def _bilinear(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: 
     a, d = _joined(inputs, places, N, 1).detach(), _joined(deltas, places, N, 1).detach()
     if a[0, 0, 0].numel() * d.shape[-1] != p.numel():
         raise Misfit("a and δ are not those of a weight of this size")
-    one = Bilinear(a[0], d, p, None) if len(a) == 1 else ByRows(a.flatten(0, 1), d.flatten(0, 1)[None], p, N)
-    one.gathered = True
-    return cached_rows(one)
-
-
-class ByRows(Bilinear):
-    """Every row as one of a sample of its own, of R·N samples: row r·N + n is where it was."""
-
-    def __init__(self, a: Tensor, delta: Tensor, weight: Tensor, N: int) -> None:
-        super().__init__(a, delta, weight, None)
-        self.true_N = N
-
-    def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        rows = super().samples(dtype).view(-1, self.true_N, self.columns).transpose(0, 1)  # (N, R, columns)
-        return rows.reshape(self.m, -1) if out is None else out.copy_(rows.reshape(self.m, -1))
+    block = Bilinear(a[0], d, p, None) if len(a) == 1 else Bilinear(a.flatten(0, 1), d.flatten(0, 1)[None], p, None)
+    block.gathered, block.by_rows = True, 0 if len(a) == 1 else N
+    return cached_rows(block)
 
 
 def _lookup(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: int) -> Lookup:
