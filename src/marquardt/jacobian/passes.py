@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from .. import tolerances
+from ..deferred import AS_IS
 from ..layers.axes import keeps_apart
 from ..layers.capture import Place, Walk, Watch
 from ..layers.graph import rows_by_vmap, rows_in_parts, rows_one_by_one
@@ -55,7 +56,7 @@ class Proof:
     inert: dict[int, float] = field(default_factory=dict)  # parameters without influence, and a bound on their rounding
     unused: dict[Hashable, bool] = field(default_factory=dict)  # edges, and whether the outputs do not depend on them
     # By what shows of the passes that it was compared on: whether it holds there whatever numbers are in the graph.
-    seen: dict[int, bool] = field(default_factory=dict)
+    passes: dict[int, bool] = field(default_factory=dict)
     noise: dict[int, float] = field(default_factory=dict)  # what rounding may leave of a parameter's gradient, in all
     # To compare a piece with autograd once more costs a backward pass: after a comparison, or a proof that was repeated
     # for nothing, the eighth piece is compared, then the sixteenth after that, and so on.
@@ -196,7 +197,7 @@ class Pass:
         self._graph: Tensor | None = self._together(z) if joined else z
         self.walk = walk = self._walked()
         # A number for what shows of this pass beside the structure of its graph: sizes, functions, hooks.
-        self.seen = hash((self.N, walk.sizes, *self.watch.functions, *self.forward_hooks, *self.hooks))
+        self.fingerprint = hash((self.N, walk.sizes, *self.watch.functions, *self.forward_hooks, *self.hooks))
 
     def sums(self) -> Tensor:
         """See Loss.sums: (k,)"""
@@ -208,18 +209,13 @@ class Pass:
     def _forward(self, slopes: Sequence[Slopes] | None) -> tuple[Tensor, Watch]:
         self.chance.untold = not self.chance.drawn
         with torch.enable_grad():
-            with Watch(self.objective.parameters.whole.index, slopes) as watch:
-                raw = self._raw()
+            cells = open_cells(self.objective.model) if self.form.has_lstm else AS_IS
+            with Watch(self.objective.parameters.whole.index, slopes) as watch, cells:
+                raw = self.objective.raw(self.batch.inputs)
             raw = raw if raw.__class__ is Tensor and raw.dtype not in COARSE else full(raw)
             self.objective, z = self.objective.taken(raw, self.batch)
         self._notice_chance()  # after a pass that failed there is nothing to look for: what it drew is taken back
         return z, watch
-
-    def _raw(self) -> Any:
-        if not self.form.has_lstm:
-            return self.objective.raw(self.batch.inputs)
-        with open_cells(self.objective.model):
-            return self.objective.raw(self.batch.inputs)
 
     def again(self) -> None:
         """A new graph, as the hooks now are"""
@@ -678,7 +674,7 @@ def distance(found: Tensor, z: Tensor) -> float:
 
 def familiar(forward: Pass, known: Facts, size: int) -> bool:
     """Whether there was such a pass before, and the structure of its graph keeps samples apart."""
-    key = forward.walk.structure, forward.seen
+    key = forward.walk.structure, forward.fingerprint
     if key in known.parts:
         return known.parts[key]
     if len(known.parts) >= KEPT:

@@ -489,7 +489,7 @@ class Comparison:
 GUARDED = 1_000_000
 
 # Ways of calling the model whose proofs are kept, and of each kinds of passes that were compared.
-KEPT, SEEN = 64, 1024
+PROOFS, PASSES = 64, 1024
 
 
 def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
@@ -546,8 +546,8 @@ def _grouped(J: Jacobian) -> tuple[Groups, object]:
     calls = watch.calls
     groups = {tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})): g for g in grouped(calls)}
     fits = tuple(call.fits(N) for call in calls)
-    pooled = tuple(call.kept is not None for call in calls)
-    if len(known.ways) >= SEEN:
+    pooled = tuple(call.maxima is not None for call in calls)
+    if len(known.ways) >= PASSES:
         known.ways.clear()
     known.ways[way] = found = groups, (walk.structure, tuple(groups), fits, N == 1, pooled, same)
     return found
@@ -585,7 +585,7 @@ def _by_rule(J: Jacobian, key: tuple[int, ...], members: Sequence[int], deltas: 
     block = assemble([calls[i] for i in members], [deltas[i] for i in members], J.N, place)
     if block is None:
         return Nothing([params[i] for i in key], J.m, J.N)
-    if len(block.params) == len(key) and all(p is params[i] for p, i in zip(block.params, key, strict=True)):
+    if block.params[0] is params[key[0]] and len(block.params) == len(key) < 3:
         block.members = key
     return block
 
@@ -653,11 +653,11 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
     in all where the numbers in the graph decide (samples sorted by length, routed to experts, multiplied by a matrix).
     """
     proof, index = J.forward.known.proof, J.parameters.index
-    seen = J.forward.seen
-    new = seen not in proof.seen
+    fingerprint = J.forward.fingerprint
+    new = fingerprint not in proof.passes
     if J.ranks.several:
         new = not J.ranks.all(not new)
-    doubtful = new or not proof.seen[seen]
+    doubtful = new or not proof.passes[fingerprint]
     if J.ranks.several:
         doubtful = not J.ranks.all(not doubtful)
     some = [] if proof.quiet and not doubtful else [b for b in blocks if doubtful or b.columns <= GUARDED]
@@ -665,9 +665,9 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
         proof.quiet = max(0, proof.quiet - 1)
         return True
     if new:
-        if len(proof.seen) >= SEEN:
-            proof.seen.clear()
-        proof.seen[seen] = _sure(J)
+        if len(proof.passes) >= PASSES:
+            proof.passes.clear()
+        proof.passes[fingerprint] = _sure(J)
     proof.rest()
     w, tolerance = J.random(), tolerances.of_rules(J.forward.coarsest)
     wrong: list[Tensor] = []
@@ -750,14 +750,14 @@ def _prove(J: Jacobian, base: object) -> None:
     _prove_graph(J, proof, comparison, rest)
     _prove_paths(J, proof, comparison, [i for i in rest if i not in proof.general])
     comparison.end()
-    proof.inert, proof.seen[J.forward.seen] = comparison.inert, _sure(J)
+    proof.inert, proof.passes[J.forward.fingerprint] = comparison.inert, _sure(J)
     if comparison.noise is not None and not J.ranks.several:
         total = float(torch.stack([t.norm() for t in comparison.true.values()]).norm())
         proof.noise = {i: float(noise) / total for i, noise in comparison.noise.items() if total}
     if J.ranks.all(not comparison.zeros):
         if proof.map is not None:
             known.walks.add(base)
-        if len(known.proofs) >= KEPT:
+        if len(known.proofs) >= PROOFS:
             known.proofs.clear()
         known.proven = signature = _with_uses(J, base)
         known.proofs[signature] = proof

@@ -571,50 +571,55 @@ class Bilinear(Block):
             return (delta[..., 0] * a[..., 0]).sum(2).reshape(self.m, -1)
         return torch.einsum("rnpgo,npgi->rngoi", delta, a).reshape(self.m, -1)
 
+    @property
+    def shortest(self) -> tuple[Tensor, Tensor]:
+        """a and δ without dimensions for positions and groups, if there is one of each"""
+        return self.vectors if self.P == self.G == 1 else self.factors
+
     def apply(self, v: Sequence[Tensor]) -> Tensor:
-        dtype = v[0].dtype
+        dtype, (a, delta) = v[0].dtype, self.shortest
         total: Tensor | None = None
         if self.weight is not None and self.G == 1:
             V = v[0].view(self.O, self.I)
-            total = times(self.factors[0].flatten(0, 2), V.T, dtype).view(self.N, self.P, 1, self.O)
+            total = times(a.flatten(0, -2), V.T, dtype).view(delta.shape[1:])
         elif self.weight is not None:
             V = v[0].view(self.G, self.O, self.I)
-            total = torch.einsum("npgi,goi->npgo", self.a.to(dtype), V)
+            total = torch.einsum("npgi,goi->npgo", a.to(dtype), V)
         if self.bias is not None:
             b = self._times_one(v[-1]).view(self.G, self.O)
-            total = b.expand(self.N, self.P, -1, -1) if total is None else total.add_(b)
+            total = b.expand(delta.shape[1:]) if total is None else total.add_(b)
         assert total is not None
         if self.R == 1:
-            return (total * self.delta[0].to(dtype)).flatten(1).sum(1)
+            return (total * delta[0].to(dtype)).flatten(1).sum(1)
         # (N, R, P·G·O) (N, P·G·O, 1) → (N, R)
-        rows = self.delta.to(dtype).flatten(2).transpose(0, 1) @ total.flatten(1)[:, :, None]
+        rows = delta.to(dtype).flatten(2).transpose(0, 1) @ total.flatten(1)[:, :, None]
         return rows[:, :, 0].T.flatten()
 
     def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
-        a = self.factors[0]
+        a, delta = self.shortest
         coarse = a.dtype == torch.bfloat16 and w.dtype == torch.float32 and fast(a)
         if coarse and self.R == self.G == 1 and self.weight is not None:
-            a, delta = (t.flatten(0, -2) for t in self.factors)  # (N·P, I), (N·P, O)
+            a, delta = a.flatten(0, -2), delta.flatten(0, -2)  # (N·P, I), (N·P, O)
             pull(delta, a, w.repeat_interleave(self.P)[:, None], [t.view(self.O, -1) for t in out])
             if self.bias is not None and self.one is not None:
                 out[-1].mul_(self.one)
             return
         # a is the same for the R rows of a sample: contract them first, then it is one ordinary backward.
         if self.R == 1:
-            delta = w.view(self.N, 1, 1, 1) * self.delta[0].to(w.dtype)
+            delta = w.view(self.N, *[1] * (delta.ndim - 2)) * delta[0].to(w.dtype)
         else:
             rows = w.view(self.R, self.N).T[:, None]  # (N, 1, R)
-            delta = (rows @ self.delta.to(w.dtype).flatten(2).transpose(0, 1)).view(self.N, self.P, self.G, self.O)
+            delta = (rows @ delta.to(w.dtype).flatten(2).transpose(0, 1)).view(delta.shape[1:])
         if self.weight is not None:
-            a = self.a.to(w.dtype)
+            a = a.to(w.dtype)
             if self.G == 1:
-                torch.mm(delta.flatten(0, 2).T, a.flatten(0, 2), out=out[0].view(self.O, self.I))
+                torch.mm(delta.flatten(0, -2).T, a.flatten(0, -2), out=out[0].view(self.O, self.I))
             elif self.O == self.I == 1:
                 torch.sum((delta * a)[..., 0], (0, 1), out=out[0])
             else:
                 out[0].copy_(torch.einsum("npgo,npgi->goi", delta, a).flatten())
         if self.bias is not None:
-            torch.sum(delta.flatten(2).flatten(0, 1), 0, out=out[-1])
+            torch.sum(delta.reshape(-1, self.G * self.O), 0, out=out[-1])
             if self.one is not None:
                 out[-1].mul_(self.one)
 
@@ -740,7 +745,8 @@ class Bilinear(Block):
         """The same from explicit rows, some outputs at a time: cheaper for long samples."""
         total = K.new_zeros(self.m, other.m)  # rows in the order (n, r)
         image = K.new_zeros(self.m)
-        for o in self._outputs():
+        size = max(1, SLAB // max(1, self.m * self.I))  # outputs at a time
+        for o in (slice(first, first + size) for first in range(0, self.O, size)):
             if self.weight is not None:
                 right = other._samples(o, K.dtype)
                 add_product(total, right if other is self else self._samples(o, K.dtype), right)
@@ -760,11 +766,6 @@ class Bilinear(Block):
         rows = self.delta[:, :, :, 0].to(dtype).sum(2).transpose(0, 1).reshape(self.m, self.O)
         return self._times_one(rows)
 
-    def _outputs(self) -> Iterator[slice]:
-        size = max(1, SLAB // max(1, self.m * self.I))
-        for first in range(0, self.O, size):
-            yield slice(first, first + size)
-
     def _samples(self, o: slice, dtype: torch.dtype) -> Tensor:
         """Rows of some outputs of the weight, sample by sample: (N·R, o·I)"""
         a, delta = self.factors[0][:, :, 0], self.factors[1][:, :, :, 0, o]
@@ -776,7 +777,8 @@ class Bilinear(Block):
         parts = {id(p): d for p, d in zip(self.params, D, strict=True)}
         written = [d for p, d in zip(self.params, D, strict=True) if d.entries is not None and d.entries.numel() > 1]
         u = next((d.u for d in D if d.u is not None), None)
-        if written or self.G > 1 or not all(_equal(d.u, u) for d in D):
+        same = all(d.u is u or (d.u is not None and u is not None and torch.equal(d.u, u)) for d in D)
+        if written or self.G > 1 or not same:
             return super().whitened(D)
         a, one = self.a, self.one
         if self.weight is not None:
@@ -794,8 +796,7 @@ class Bilinear(Block):
         left, right = layer.left, layer.right
         if others or self.weight is None or right is None or left.shape[:2] != (self.G, self.O):
             return super().turned(layers)
-        a, delta = self.vectors if self.P == self.G == 1 else self.factors
-        a, delta = (t if t.dtype is left.dtype else t.to(left) for t in (a, delta))
+        a, delta = (t if t.dtype is left.dtype else t.to(left) for t in self.shortest)
         turned = Bilinear(_mapped(self._with_one(a), right), _mapped(delta, left), self.weight, None)
         turned.params, turned.members = self.params, self.members
         return turned
@@ -818,7 +819,7 @@ class Bilinear(Block):
         if self.P != 1 and self.G == 1 and self._positions_are_cheaper():
             return [Traces(self.params, *self._traces_of_positions())]
         if self.P != 1:
-            parts = [part.partial_traces_of_rows() for part in self.parts()]
+            parts = [part.traces_of_rows(part.samples(part.delta.dtype)) for part in self.parts()]
             left, right = (torch.stack(sides).sum(0) for sides in zip(*parts, strict=True))
             return [Traces(self.params, left, right)]
         a, delta = map(widened, self.single)  # (N, …, I), (R, N, …, O)
@@ -850,8 +851,9 @@ class Bilinear(Block):
             some = slice(n, n + size)
             yield Bilinear(self.factors[0][some], self.factors[1][:, some], self.weight, self.bias, self.one)
 
-    def partial_traces_of_rows(self) -> tuple[Tensor, Tensor]:
-        pieces = self.samples(self.delta.dtype).split([p.numel() for p in self.params], 1)
+    def traces_of_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Both partial traces: (m, columns)"""
+        pieces = rows.split([p.numel() for p in self.params], 1)
         return of_rows(Turn.joined(pieces, (self.G, self.O)))
 
     def beside(self, others: Sequence[Bilinear]) -> Bilinear:
@@ -908,10 +910,6 @@ def _mapped(x: Tensor, side: Tensor) -> Tensor:
         return x @ side[0].mT
     X = x.reshape(-1, x.shape[-1]).mm(side[0].mT)  # `@` may multiply sample by sample
     return X.view(*x.shape[:-1], side.shape[1])
-
-
-def _equal(u: Tensor | None, other: Tensor | None) -> bool:
-    return u is other or (u is not None and other is not None and torch.equal(u, other))
 
 
 # --- Rows of a layer with many positions, written out: they are fewer numbers than its inputs and gradients.
@@ -972,8 +970,7 @@ class CachedRows(Bilinear):
     def partial_traces(self) -> list[Traces]:
         if self.by_units:
             return of_vectors(self.params, self._rows.square().sum(0))
-        pieces = self._rows.split([p.numel() for p in self.params], 1)
-        return [Traces(self.params, *of_rows(Turn.joined(pieces, (self.G, self.O))))]
+        return [Traces(self.params, *self.traces_of_rows(self._rows))]
 
 
 class Lookup(Block):

@@ -24,7 +24,7 @@ from ..model.anatomy import Slopes, drawn_rrelu
 from ..model.batch import widened
 from ..surroundings import out_of_memory, unless_interrupted
 from .blocks import Bilinear, Block, Explicit, Lookup, cached_rows
-from .shortcuts import Kept, Pooled, behind, users
+from .shortcuts import Maxima, Pooled, behind, users
 
 
 class Operand(NamedTuple):
@@ -297,7 +297,7 @@ class Place(NamedTuple):
 
 
 # Where all samples may be in the leading dimensions of a layer's input, (N, …), (T, N, …) or (T·N, …), in the order in
-# which these are tried; the first that is proven right on real rows is kept.
+# which these are tried; the first that is proven right on real rows is maxima.
 PLACES = FIRST, *_ = Place(0), Place(1), Place(0, apart=True)
 
 
@@ -308,7 +308,7 @@ class Layout:
 class Call:
     """One use of trainable parameters by a layer that has a rule."""
 
-    kept: Kept | None = None  # if δ is taken of a max-pool behind it: which outputs the pool keeps
+    maxima: Maxima | None = None  # if δ is that of a max-pool behind it: the outputs that the pool passes on
 
     def __init__(self, operand: Operand, edge: GradientEdge, shape: Sequence[int]) -> None:
         self.operand = operand
@@ -372,22 +372,22 @@ class Call:
             raise Misfit(str(error)) from error
 
     def _read(self, delta: Tensor, N: int, place: Place) -> Bilinear | Lookup:
-        o, kept = self.operand, self.kept
-        if o.vectors and o.weight is not None and kept is None and place == FIRST and o.x.shape[0] == N:
+        o, maxima = self.operand, self.maxima
+        if o.vectors and o.weight is not None and maxima is None and place == FIRST and o.x.shape[0] == N:
             a = o.x.detach()
             return Bilinear(a if a.dtype is delta.dtype else a.to(delta.dtype), delta, o.weight, o.bias)
         # Under autocast a and δ may be less precise, and products of matrices take them as they are.
         is_lookup = self.is_lookup
-        if is_lookup or kept is not None or (o.weight is not None and o.weight.ndim < 2):
+        if is_lookup or maxima is not None or (o.weight is not None and o.weight.ndim < 2):
             delta = widened(delta)
-        if kept is not None and o.some is not None and place == FIRST and o.x.shape[0] == N:
+        if maxima is not None and o.some is not None and place == FIRST and o.x.shape[0] == N:
             some_a = o.some
 
             def read(delta: Tensor, some: slice) -> Bilinear:
                 return _bilinear(o, some_a(some), delta, delta.shape[1], place)
 
-            return Pooled(read, delta, kept)
-        delta = delta if kept is None else kept.spread(kept.scaled(delta))
+            return Pooled(read, delta, maxima)
+        delta = delta if maxima is None else maxima.spread(maxima.scaled(delta))
         if is_lookup:
             assert o.weight is not None
             place = place.of(N)
@@ -474,7 +474,7 @@ class Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> None:
-        """A call of a layer, if a parameter of it trains. The edge is kept and not the tensor, which an in-place
+        """A call of a layer, if a parameter of it trains. The edge is maxima and not the tensor, which an in-place
         activation may overwrite."""
         if (operand := _operand(func, args, kwargs)) is None:
             return
@@ -498,8 +498,8 @@ class Watch(TorchFunctionMode):
         if self.pools:
             using = users(result)
             for call in self.calls:
-                if call.kept is None and (found := behind(call.edge, call.shape, using)) is not None:
-                    call.edge, call.kept = found
+                if call.maxima is None and (found := behind(call.edge, call.shape, using)) is not None:
+                    call.edge, call.maxima = found
 
     def _rrelu(
         self, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False

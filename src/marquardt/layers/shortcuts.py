@@ -101,7 +101,7 @@ ELEMENTWISE = {
 CACHED = 1 << 20
 
 
-class Kept(NamedTuple):
+class Maxima(NamedTuple):
     """The outputs of a layer that reach the result of a max-pool."""
 
     places: Tensor  # among the positions of a sample: (N, C, Q)
@@ -137,7 +137,9 @@ def users(result: Tensor) -> dict[Node, list[Node]]:
     return found
 
 
-def behind(edge: GradientEdge, shape: Sequence[int], using: dict[Node, list[Node]]) -> tuple[GradientEdge, Kept] | None:
+def behind(
+    edge: GradientEdge, shape: Sequence[int], using: dict[Node, list[Node]]
+) -> tuple[GradientEdge, Maxima] | None:
     """The edge of the max-pool that alone uses the output of a layer, if there is one, perhaps after activations."""
     last, above = edge.node, using.get(edge.node, [])
     while len(above) == 1 and above[0].name().rpartition("Backward")[0] in ELEMENTWISE:
@@ -153,22 +155,22 @@ def behind(edge: GradientEdge, shape: Sequence[int], using: dict[Node, list[Node
         ones = x.new_ones(()).expand(shape)
         (slopes,) = torch.autograd.grad(GradientEdge(last, 0), edge, ones, retain_graph=True)
         slope = slopes.flatten(2).gather(2, places)
-    return GradientEdge(pool, 0), Kept(places, slope, shape[2:])
+    return GradientEdge(pool, 0), Maxima(places, slope, shape[2:])
 
 
 class Pooled(Bilinear):
     """The rows of such a layer, with a and δ written out for a few samples at a time; all of both only if asked for."""
 
-    def __init__(self, read: Callable[[Tensor, slice], Bilinear], delta: Tensor, kept: Kept) -> None:
-        self._read, self._small, self._kept = read, delta, kept  # (R, N, C, *pooled)
+    def __init__(self, read: Callable[[Tensor, slice], Bilinear], delta: Tensor, maxima: Maxima) -> None:
+        self._read, self._small, self._maxima = read, delta, maxima  # (R, N, C, *pooled)
         one = self._part(slice(0, 1))
         self.weight, self.bias, self.one, self.params = one.weight, one.bias, one.one, one.params
         self.R, self.N, self.P, self.G, self.O, self.I = one.R, delta.shape[1], one.P, one.G, one.O, one.I
         self.m = self.R * self.N
 
     def _part(self, some: slice) -> Bilinear:
-        delta = self._kept.scaled(self._small[:, some], some)
-        return self._read(self._kept.spread(delta, some), some)
+        delta = self._maxima.scaled(self._small[:, some], some)
+        return self._read(self._maxima.spread(delta, some), some)
 
     def _parts(self) -> Iterator[slice]:
         size = max(1, CACHED // (self.P * self.G * (self.R * self.O + self.I)))
@@ -199,12 +201,12 @@ class Pooled(Bilinear):
 
     def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
         rows = w.view(self.R, self.N).T[:, None]  # (N, 1, R)
-        delta = self._kept.scaled(self._small).to(w.dtype).flatten(2).transpose(0, 1)  # (N, R, C·Q)
+        delta = self._maxima.scaled(self._small).to(w.dtype).flatten(2).transpose(0, 1)  # (N, R, C·Q)
         delta = (rows @ delta).view(1, self.N, *self._small.shape[2:])
         for total in out:
             total.zero_()
         for some in self._parts():
-            part = self._read(self._kept.spread(delta[:, some], some), some)
+            part = self._read(self._maxima.spread(delta[:, some], some), some)
             found = part.pull(w.new_ones(part.N)).split([len(total) for total in out])
             for total, piece in zip(out, found, strict=True):
                 total += piece
