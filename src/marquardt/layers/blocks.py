@@ -581,16 +581,17 @@ class Bilinear(Block):
         total: Tensor | None = None
         if self.weight is not None and self.G == 1:
             V = v[0].view(self.O, self.I)
-            total = times(a.flatten(0, -2), V.T, dtype).view(delta.shape[1:])
+            total = times(a, V.T, dtype) if a.ndim == 2 else times(a.flatten(0, 2), V.T, dtype).view(delta.shape[1:])
         elif self.weight is not None:
             V = v[0].view(self.G, self.O, self.I)
             total = torch.einsum("npgi,goi->npgo", a.to(dtype), V)
         if self.bias is not None:
-            b = self._times_one(v[-1]).view(self.G, self.O)
+            b = self._times_one(v[-1])
+            b = b if a.ndim == 2 else b.view(self.G, self.O)
             total = b.expand(delta.shape[1:]) if total is None else total.add_(b)
         assert total is not None
         if self.R == 1:
-            return (total * delta[0].to(dtype)).flatten(1).sum(1)
+            return total.mul(delta[0].to(dtype)).flatten(1).sum(1)
         # (N, R, P·G·O) (N, P·G·O, 1) → (N, R)
         rows = delta.to(dtype).flatten(2).transpose(0, 1) @ total.flatten(1)[:, :, None]
         return rows[:, :, 0].T.flatten()
@@ -732,6 +733,9 @@ class Bilinear(Block):
         inputs = times(A, B.T, K.dtype)  # (N·P, N'·P'), zero where there is no weight (I = 0)
         if self.bias is not None:
             inputs += 1 if self.one is None else self.one.square().to(K.dtype)
+        if self.R == other.R == self.P == other.P == 1:
+            K.addcmul_(deltas, inputs)
+            return
         deltas = deltas.view(self.R, self.N, self.P, other.R, other.N, other.P)
         factor = inputs.view(1, self.N, self.P, 1, other.N, other.P)
         blocks = K.view(self.R, self.N, other.R, other.N)
