@@ -247,7 +247,7 @@ class Linearization:
         return piece
 
     def reopened(self) -> Piece:
-        """The only piece once more, with a graph of its own: that of the last one held weights that have changed."""
+        """The only piece once more, with a new graph: the last one held weights that have changed."""
         self._gather_inert(self.whole())
         self._open = None  # first: two graphs may not fit
         return self.whole()
@@ -485,7 +485,7 @@ class Linearization:
 # Numbers in the inputs of all trial points of one forward pass: a CPU gains nothing from more.
 TOGETHER = {"cuda": 1 << 26, "cpu": 1 << 18}
 
-# Losses that differ by so many roundings may be the same.
+# Losses that differ by no more than this number of roundings may be the same.
 SAME_ROUNDINGS = 4
 
 

@@ -34,7 +34,7 @@ class Map:
     """Which uses there are, and the place of the samples in each.
 
     If a row of a layer goes into several samples, as with the residuals of several equations one after the other, they
-    have different colours, and each colour has backward passes of its own.
+    have different colours, and each colour takes separate backward passes.
     """
 
     stops: frozenset[int]  # nodes that see samples, of those that could do without
@@ -455,7 +455,8 @@ class Jacobian:
             raise ValueError("a random model draws other numbers in parts")
         if path in ("vmap", "parts"):
             objective, rows_of = self.forward.objective, rows_by_vmap if path == "vmap" else rows_in_parts
-            rows = rows_of(objective.model, params, objective.of, self.forward.batch.inputs, self.S)
+            inputs = self.forward.batch.inputs
+            rows = rows_of(objective.model, params, lambda model, x: objective.outputs(x, model), inputs, self.S)
         else:
             rows = rows_one_by_one(self.forward.graph, params, self.S, batched=path == "rows")
         return rows.to(self.parameters.dtype)

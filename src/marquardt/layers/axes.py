@@ -53,7 +53,7 @@ def sample_axes(walk: Walk, N: int) -> dict[tuple[Node, int], Axis | None]:
 
 
 def keeps_apart(walk: Walk, N: int) -> bool:
-    """Whether all that may hold samples has each of them in a place of its own."""
+    """Whether no tensor that may hold samples mixes them."""
     axes = sample_axes(walk, N)
     shared: set[Node] = set()  # nodes that hold none: made of leaves, or with too few numbers beside them
     for node in walk.nodes:
@@ -293,7 +293,7 @@ def _first_dims(dims: Callable[[Output], int], of_all: bool = False) -> Rule:
 
 
 def _batch_norm(s: Output, inputs: Sequence[Shape | None]) -> Axes:
-    """With statistics of its own each channel sees itself alone: so InstanceNorm has the samples among the channels"""
+    """With batch statistics a channel sees no other: InstanceNorm has the samples among the channels"""
     trains = getattr(s.node, "_saved_training", True)
     return [s.at(inputs[0], s.dim) if s.dim == 1 or not trains else None, *[None] * (len(inputs) - 1)]
 

@@ -145,7 +145,7 @@ class Sums:
     """
 
     A: Tensor  # Σ w·aaᵀ, a the input with a 1 for the bias
-    B: Tensor | None  # Σ δδᵀ, over rows too; None: every output has inputs of its own, and A is the block of each
+    B: Tensor | None  # Σ δδᵀ, over rows too; None: no two outputs share an input, and A is the block of each
     count: Tensor | float  # Σ w over samples and positions
     bias: bool
     table: bool = False
@@ -409,7 +409,7 @@ class Explicit(Block):
 
 
 class Whitened(Block):
-    """Another block with every column divided by the root of a number of its own."""
+    """Another block with every column divided by the root of its entry of D."""
 
     def __init__(self, block: Block, D: Sequence[Part]) -> None:
         self.block, self.params, self.m, self.N = block, block.params, block.m, block.N
@@ -813,7 +813,7 @@ class Bilinear(Block):
 
     @property
     def by_units(self) -> bool:
-        """Whether every output has inputs of its own: there is no matrix then."""
+        """Whether no two outputs share an input: there is no matrix then."""
         return self.weight is None or self.weight.ndim < 2 or self.O == self.I == 1 < self.G
 
     def partial_traces(self) -> list[Traces]:

@@ -134,7 +134,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Operand:
-    """y = x̂∘γ + β: a = x̂, every feature a group of its own"""
+    """y = x̂∘γ + β: a = x̂, every feature a group"""
     lead = input.ndim - len(normalized_shape)
     return Operand(
         weight,
@@ -366,7 +366,7 @@ class Call:
             raise Misfit("no dimension holds the samples")
         try:
             return self._read(delta, N, place)
-        except RuntimeError as error:  # shapes that a rule of one's own has wrong
+        except RuntimeError as error:  # shapes that a user's rule has wrong
             if out_of_memory(error):
                 raise
             raise Misfit(str(error)) from error
@@ -514,7 +514,7 @@ class Watch(TorchFunctionMode):
 
 
 def _operand(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Operand | None:
-    """What the rule of a function says of a call; a fault in a rule of one's own is told as such."""
+    """What the rule of a function says of a call; a fault in a user's rule is named as such."""
     try:
         operand = RULES[func](*args, **kwargs)
     except Exception as error:
@@ -656,7 +656,7 @@ FACTORS = ("_alpha", "_beta", "_dtype", "_layout", "_options", "_scale", "_strid
 
 
 def _noted(node: Node) -> tuple[object, list[str]]:
-    """Its kind, and the names of that; classes of functions of one's own may be made anew in every step."""
+    """Its kind, and the names of that; classes of custom functions may be made anew in every step."""
     kind = type(node)
     if issubclass(kind, torch.autograd.function.BackwardCFunction) or kind.__name__ == "CppFunction":
         return node.name(), []

@@ -325,8 +325,8 @@ TURNING = {"PermuteBackward0", "TBackward0", "TransposeBackward0"}
 
 
 def stacked(ranges: Sequence[tuple[Place, int]]) -> tuple[list[int], int]:
-    """At which position each begins, if it has so many, so that those of different samples share positions; and the
-    number of positions in all."""
+    """The first position of each range of samples with P positions, so that ranges of different samples share them; and
+    the number of positions in all."""
     cuts = sorted({c for place, _ in ranges for c in (place.samples.start, place.samples.stop)})
     heights = dict.fromkeys(cuts, 0)
     offsets = []
@@ -365,13 +365,13 @@ def block_of(p: Tensor, glimpses: Sequence[Glimpse], R: int, N: int) -> Block:
 
 
 def _bilinear(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: int) -> Block:
-    """Every use has positions of its own; uses by different samples share them. In y = gW the roles of a and δ are
-    changed: then every row has an a of its own, as if it were that of a sample of its own."""
+    """Uses by the same samples stand at different positions, uses by different samples share them. In y = gW a and δ
+    change roles: a then differs from row to row, and every row counts as that of another sample."""
     places = [g.place for g in glimpses]
     changed = [isinstance(form, Outer) and form.turned != g.use.turned for g, form in zip(glimpses, forms, strict=True)]
     inputs, deltas = [], []
     for (_, place, delta), form, swaps in zip(glimpses, forms, changed, strict=True):
-        a, d = _pair(form, place, delta, wide(p.dtype))
+        a, d = _factors(form, place, delta, wide(p.dtype))
         a = a.expand(len(d), *a.shape) if any(changed) else a[None]  # (R, M, P, G, I), or one for all rows
         inputs.append(d if swaps else a)
         deltas.append(a if swaps else d)
@@ -408,7 +408,7 @@ def _joined(pieces: Sequence[Tensor], places: Sequence[Place], N: int, skip: int
     return out
 
 
-def _pair(form: Form, place: Place, delta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _factors(form: Form, place: Place, delta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """a (M, P, G, I) and δ (R, M, P, G, O)"""
     assert isinstance(form, Outer)
     a = place(form.a().to(dtype), 0).flatten(1, -3)
@@ -443,7 +443,7 @@ def _rows_of(form: Form, place: Place, delta: Tensor, V: Sequence[int], dtype: t
     """(R, M, *V)"""
     R = len(delta)
     if isinstance(form, Outer):
-        a, d = _pair(form, place, delta, dtype)
+        a, d = _factors(form, place, delta, dtype)
         found = torch.einsum("rnpgo,npgi->rngio" if form.turned else "rnpgo,npgi->rngoi", d, a)
     elif isinstance(form, Picked):
         index = place(form.rows(), 0).flatten(1)  # (M, P)
