@@ -51,10 +51,6 @@ class Share:
         """Of the batch on all ranks; 1 if there are several batches."""
         return max(1, sum(self._counts))
 
-    @property
-    def own(self) -> int:
-        return self._counts[self.ranks.rank]
-
     @cached_property
     def input_size(self) -> int:
         """Numbers in the inputs of the one batch, on the rank that has most."""
@@ -79,9 +75,10 @@ class Share:
             y = batch.targets
             samples = y.shape[0] if y.__class__ is Tensor and y.ndim else batch.samples
             return Seed(number, self.step, 0, samples) if samples else Seed(number)
-        if not self.single or not self.own:
+        own = self._counts[self.ranks.rank] if self.single else 0
+        if not own:
             return Seed(number)
-        first = sum(self._counts[: self.ranks.rank]) + (0 if chunk is None else bounds(self.own, chunk)[piece])
+        first = sum(self._counts[: self.ranks.rank]) + (0 if chunk is None else bounds(own, chunk)[piece])
         return Seed(number, self.step, first, self.samples)
 
 
@@ -148,7 +145,7 @@ class Linearization:
         self.checksum: Any = 0.0  # of the targets
         self._most = most  # rows in an earlier step
         self._m = 0  # rows of this one, on this rank,
-        self._seen = 0  # and pieces
+        self._pieces = 0  # and its pieces
         self._rows = 0  # and on all of them
         self._totals: Totals | None = None
         self._moments: list[Moment] = []  # before each piece
@@ -184,10 +181,6 @@ class Linearization:
         """Whether the forward pass has left the buffers as they were."""
         return self.single and self.end.same_buffers(self.start)
 
-    def moment(self) -> Moment:
-        form = self.known.look(self.objective.model)
-        return Moment(self.objective.model, self.parameters.device, self.chance, form)
-
     # The pieces.
 
     def cut(self) -> Iterator[Batch]:
@@ -214,9 +207,7 @@ class Linearization:
         rows = self.rows_kind if rows is None else rows
         kind = Piece if self.parameters.shards is None else ShardedPiece
         try:
-            if not graph:
-                return kind(self.objective, batch, rows, self.known, self.chance, seed, graph, before)
-            with twice_differentiable(self.objective.model):
+            with twice_differentiable(self.objective.model) if graph else nullcontext():
                 return kind(self.objective, batch, rows, self.known, self.chance, seed, graph, before)
         except Exception as error:
             if self.needs.chunk is not None and batch.samples == 1 and hasattr(error, "add_note"):  # Python 3.11
@@ -256,7 +247,7 @@ class Linearization:
         return piece
 
     def reopened(self) -> Piece:
-        """The only piece once more, with a graph of its own: that of the last one held weights that have changed."""
+        """The only piece once more, with a new graph: the last one held weights that have changed."""
         self._gather_inert(self.whole())
         self._open = None  # first: two graphs may not fit
         return self.whole()
@@ -267,7 +258,7 @@ class Linearization:
 
     def _each(self) -> Iterator[Piece]:
         first = self._totals is None
-        if first and self._seen:
+        if first and self._pieces:
             raise RuntimeError(
                 "lin.loss, lin.scale and lin.m cannot be asked within the first loop over lin.pieces(): "
                 "ask before it, or after it"
@@ -313,7 +304,7 @@ class Linearization:
         self.rewind()
 
     def _conclude(self, totals: Totals) -> None:
-        if not self._seen:
+        if not self._pieces:
             raise ValueError(EMPTY)
         self._rows = self._m
         if self.share.ranks.several:
@@ -329,13 +320,15 @@ class Linearization:
         self.scale = objective.loss.scale(totals.normaliser)
         self.m, self.most = self._rows, max(self._most, self._rows)
         self._level: Level | None = None
-        unchanged = self._open is not None and self._open.whole.after is self.start
-        self._totals, self.end = totals, self.start if unchanged else self.moment()
+        self._totals, self.end = totals, self.start
+        if self._open is None or self._open.whole.after is not self.start:
+            model = self.objective.model
+            self.end = Moment(model, self.parameters.device, self.chance, self.known.look(model))
 
     def _remember(self, piece: Piece) -> None:
         """What repeats this piece as it was; for several batches bounded memory comes first."""
         self._m += piece.telling
-        self._seen += 1
+        self._pieces += 1
         if self.single:
             self._moments += (piece.whole.before,)
             self.slopes += ([*piece.whole.slopes],)
@@ -383,7 +376,7 @@ class Linearization:
         self._open = self._totals = self._inert = self._h = self._gradient = self._remainder = self._pull = None
         self._rest = None
         self._moments, self.slopes, self.objectives, self.structures = [], [], [], set()
-        self._m, self._seen, self._rows, self.checksum = 0, 0, 0, 0.0
+        self._m, self._pieces, self._rows, self.checksum = 0, 0, 0, 0.0
 
     # What they add up to.
 
@@ -492,7 +485,7 @@ class Linearization:
 # Numbers in the inputs of all trial points of one forward pass: a CPU gains nothing from more.
 TOGETHER = {"cuda": 1 << 26, "cpu": 1 << 18}
 
-# Losses that differ by so many roundings may be the same.
+# Losses that differ by no more than this number of roundings may be the same.
 SAME_ROUNDINGS = 4
 
 

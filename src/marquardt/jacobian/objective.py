@@ -133,7 +133,7 @@ class Rows(ABC):
         return None
 
     def stands_for(self, picked: int, N: int, seed: int) -> float:
-        """Samples that each one stands for, if so many of N were picked"""
+        """Samples that each one stands for, if `picked` of N have rows"""
         return N / picked
 
     @abstractmethod
@@ -316,7 +316,7 @@ class Combined(Rows):
 
 
 def drawn(rows: Rows, loss: Loss, z: Tensor, batch: Batch, seed: int) -> Cotangents:
-    """What rows of one's own may get wrong is told by name."""
+    """The cotangents, with their shapes checked: a user's Rows may get them wrong."""
     found = rows.draw(loss, z, batch.targets, batch.weight, seed)
     name = type(rows).__name__
     if found.__class__ is not Cotangents and not isinstance(found, Cotangents):
@@ -427,9 +427,6 @@ class Objective:
     def outputs(self, inputs: Any, model: Callable[..., Any] | None = None) -> Tensor:
         """z, also of a model with other parameters: (N, *out)"""
         return self.loss.joined(self.called(inputs, model))
-
-    def of(self, model: Callable[..., Any], inputs: Any) -> Tensor:
-        return self.outputs(inputs, model)
 
     def value(self, z: Tensor, batch: Batch) -> Tensor:
         """Σwℓ: ()"""

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from .. import tolerances
+from ..deferred import AS_IS
 from ..layers.axes import keeps_apart
 from ..layers.capture import Place, Walk, Watch
 from ..layers.graph import rows_by_vmap, rows_in_parts, rows_one_by_one
-from ..layers.shortcuts import Refused
 from ..model.anatomy import Anatomy, Chance, Draws, Moment, SameSlopes, Slopes, anatomy, call_with
 from ..model.batch import COARSE, Batch, full, open_cells
 from ..model.checks import FAILURES, explained
@@ -34,7 +34,7 @@ class Map:
     """Which uses there are, and the place of the samples in each.
 
     If a row of a layer goes into several samples, as with the residuals of several equations one after the other, they
-    have different colours, and each colour has backward passes of its own.
+    have different colours, and each colour takes separate backward passes.
     """
 
     stops: frozenset[int]  # nodes that see samples, of those that could do without
@@ -56,7 +56,7 @@ class Proof:
     inert: dict[int, float] = field(default_factory=dict)  # parameters without influence, and a bound on their rounding
     unused: dict[Hashable, bool] = field(default_factory=dict)  # edges, and whether the outputs do not depend on them
     # By what shows of the passes that it was compared on: whether it holds there whatever numbers are in the graph.
-    seen: dict[int, bool] = field(default_factory=dict)
+    passes: dict[int, bool] = field(default_factory=dict)
     noise: dict[int, float] = field(default_factory=dict)  # what rounding may leave of a parameter's gradient, in all
     # To compare a piece with autograd once more costs a backward pass: after a comparison, or a proof that was repeated
     # for nothing, the eighth piece is compared, then the sixteenth after that, and so on.
@@ -90,7 +90,6 @@ class Facts:
     # A pass
     anatomy: Anatomy | None = None  # of the model when it was last looked at
     random: set[object] = field(default_factory=set)  # modes of the modules in which the model draws random numbers
-    unrolls: bool = True  # convolutions may have a backward pass of our own
     batched_rows: bool = True  # backward passes of all rows at once
     # By what shows of a pass through part of a batch: whether the structure of its graph keeps the samples apart.
     parts: dict[object, bool] = field(default_factory=dict)
@@ -105,7 +104,6 @@ class Facts:
     linear: set[object] = field(default_factory=set)  # hooks and functions whose backward passes are linear
     only_slopes: bool = False  # the model draws no random numbers but slopes of RReLU
     differentiates: bool = False  # the model differentiates itself: trial points need a graph too
-    rows_per_sample: int = 0  # on the last step
     # and of its loss
     exact_rows: tuple[object, object, int] | None = None  # of a sample, by the loss and the shapes of z and the targets
     loss: object = None  # the loss whose derivatives are proven
@@ -163,7 +161,7 @@ class Pass:
     """z = model(x) with its graph, what was called on the way, and the state of the model before and after."""
 
     def __init__(
-        self, objective: Objective, batch: Batch, known: Facts, chance: Chance, *, once: bool = False,
+        self, objective: Objective, batch: Batch, known: Facts, chance: Chance, *,
         slopes: Sequence[Slopes] | None = None, joined: bool = False, before: Moment | None = None,
     ) -> None:  # fmt: skip
         self.objective, self.batch, self.known, self.chance = objective, batch, known, chance
@@ -174,7 +172,7 @@ class Pass:
         plain = batch.inputs.__class__ is Tensor
         versions = batch.inputs._version if plain else batch.versions()
         try:
-            z, self.watch = self._forward(slopes, once)
+            z, self.watch = self._forward(slopes)
         except FAILURES as error:
             reason = explained(error, objective.model, batch, objective.parameters.whole.tensors[0])
             if reason is None:
@@ -200,7 +198,7 @@ class Pass:
         self._graph: Tensor | None = self._together(z) if joined else z
         self.walk = walk = self._walked()
         # A number for what shows of this pass beside the structure of its graph: sizes, functions, hooks.
-        self.seen = hash((self.N, walk.sizes, *self.watch.functions, *self.forward_hooks, *self.hooks))
+        self.fingerprint = hash((self.N, walk.sizes, *self.watch.functions, *self.forward_hooks, *self.hooks))
 
     def sums(self) -> Tensor:
         """See Loss.sums: (k,)"""
@@ -209,34 +207,22 @@ class Pass:
     def moment(self) -> Moment:
         return Moment(self.objective.model, self.objective.parameters.device, self.chance, self.form)
 
-    def _forward(self, slopes: Sequence[Slopes] | None, once: bool) -> tuple[Tensor, Watch]:
-        """`once`: for several rows of a sample, which are differentiated once only"""
+    def _forward(self, slopes: Sequence[Slopes] | None) -> tuple[Tensor, Watch]:
         self.chance.untold = not self.chance.drawn
-        try:
-            with torch.enable_grad():
-                with Watch(self.objective.parameters.whole.index, slopes, once) as watch:
-                    raw = self._raw()
-                raw = raw if raw.__class__ is Tensor and raw.dtype not in COARSE else full(raw)
-                self.objective, z = self.objective.taken(raw, self.batch)
-        except Refused:
-            self.known.unrolls = False
-            self._notice_chance()
-            self.before.restore()
-            return self._forward(slopes, False)
+        with torch.enable_grad():
+            cells = open_cells(self.objective.model) if self.form.has_lstm else AS_IS
+            with Watch(self.objective.parameters.whole.index, slopes) as watch, cells:
+                raw = self.objective.raw(self.batch.inputs)
+            raw = raw if raw.__class__ is Tensor and raw.dtype not in COARSE else full(raw)
+            self.objective, z = self.objective.taken(raw, self.batch)
         self._notice_chance()  # after a pass that failed there is nothing to look for: what it drew is taken back
         return z, watch
 
-    def _raw(self) -> Any:
-        if not self.form.has_lstm:
-            return self.objective.raw(self.batch.inputs)
-        with open_cells(self.objective.model):
-            return self.objective.raw(self.batch.inputs)
-
-    def again(self, once: bool) -> None:
-        """The graph in the other form."""
+    def again(self) -> None:
+        """A new graph, as the hooks now are"""
         self._graph = None
         self.before.restore(gently=True)  # the graph of a whole batch may hold them
-        z, self.watch = self._forward(self.slopes, once)
+        z, self.watch = self._forward(self.slopes)
         self._graph = self._together(z)
         self.walk = self._walked()
 
@@ -459,20 +445,22 @@ class Jacobian:
                     place[:, r] = d
         return [None if place is None else place.transpose(0, 1) for place in places]
 
+    def portions(self, sizes: Sequence[int]) -> list[list[int]]:
+        """What is compared at once, of columns of these sizes"""
+        return self.forward.objective.parameters.portions(sizes)
+
     def explicit(self, path: str, indices: Sequence[int]) -> Tensor:
         """The rows of some parameters, written out: (m, their columns)"""
-        return self._explicit(path, indices).to(self.parameters.dtype)
-
-    def _explicit(self, path: str, indices: Sequence[int]) -> Tensor:
         params = [self.parameters.tensors[i] for i in indices]
-        objective, inputs = self.forward.objective, self.forward.batch.inputs
-        if path == "vmap":
-            return rows_by_vmap(objective.model, params, objective.of, inputs, self.S)
-        if path == "parts":
-            if self.forward.chance.drawn:
-                raise ValueError("a random model draws other numbers in parts")
-            return rows_in_parts(objective.model, params, objective.of, inputs, self.S)
-        return rows_one_by_one(self.forward.graph, params, self.S, batched=path == "rows")
+        if path == "parts" and self.forward.chance.drawn:
+            raise ValueError("a random model draws other numbers in parts")
+        if path in ("vmap", "parts"):
+            objective, rows_of = self.forward.objective, rows_by_vmap if path == "vmap" else rows_in_parts
+            inputs = self.forward.batch.inputs
+            rows = rows_of(objective.model, params, lambda model, x: objective.outputs(x, model), inputs, self.S)
+        else:
+            rows = rows_one_by_one(self.forward.graph, params, self.S, batched=path == "rows")
+        return rows.to(self.parameters.dtype)
 
 
 # Samples that are looked at in every step, and kinds of passes of which is known whether that will do.
@@ -688,7 +676,7 @@ def distance(found: Tensor, z: Tensor) -> float:
 
 def familiar(forward: Pass, known: Facts, size: int) -> bool:
     """Whether there was such a pass before, and the structure of its graph keeps samples apart."""
-    key = forward.walk.structure, forward.seen
+    key = forward.walk.structure, forward.fingerprint
     if key in known.parts:
         return known.parts[key]
     if len(known.parts) >= KEPT:

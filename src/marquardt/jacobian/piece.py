@@ -24,10 +24,8 @@ from .. import tolerances
 from ..deferred import AS_IS, current, read
 from ..layers import Block, Explicit, Misfit, Nothing, assemble
 from ..layers.axes import all_at, sample_axes
-from ..layers.blocks import Bilinear
-from ..layers.capture import LEAF_NODE, PLACES, Node, Place, alone, grouped
+from ..layers.capture import LEAF_NODE, PLACES, Node, Place, grouped
 from ..layers.graph import Glimpse, Use, block_of, signature, uses_in
-from ..layers.shortcuts import Refused
 from ..losses import Loss
 from ..losses.proof import prove
 from ..model.anatomy import Chance, Moment
@@ -312,12 +310,12 @@ def _blame(forward: Pass, reason: str) -> str:
     places = [place for _, own in carriers for place in own]
     if not forward.objective.parameters.ranks.several:
         with _silent(places):
-            forward.again(forward.watch.once)
+            forward.again()
             if _judged(forward).reason is not None:
                 return _node(forward, reason)
         for words, own in carriers:
             with _silent([place for place in places if not any(place is one for one in own)]):
-                forward.again(forward.watch.once)
+                forward.again()
                 if _judged(forward).reason is not None:
                     return f"{words} has a backward hook, and what it returns {reason}: {HOOKS}"
     found = " or ".join(words for words, _ in carriers) or "the forward pass"
@@ -491,7 +489,7 @@ class Comparison:
 GUARDED = 1_000_000
 
 # Ways of calling the model whose proofs are kept, and of each kinds of passes that were compared.
-KEPT, SEEN = 64, 1024
+PROOFS, PASSES = 64, 1024
 
 
 def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
@@ -540,7 +538,7 @@ def _grouped(J: Jacobian) -> tuple[Groups, object]:
     """Calls that share parameters, by these, and the signature: all that decides which code finds the rows, the calls
     of layers and the graph. In a batch of one sample every place is right: what is proven there holds for no other."""
     forward, watch, known, N = J.forward, J.forward.watch, J.forward.known, J.N
-    walk, kind = forward.walk, (J.R == 1, watch.unrolled, forward.coarsest, J.parameters.dtype)
+    walk, kind = forward.walk, (J.R == 1, forward.coarsest, J.parameters.dtype)
     same = kind, forward.form.modes, forward.chance.drawn, forward.hooks
     way = walk.structure, walk.sizes, N, same, tuple(watch.ways)
     if way in known.ways:
@@ -548,8 +546,8 @@ def _grouped(J: Jacobian) -> tuple[Groups, object]:
     calls = watch.calls
     groups = {tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})): g for g in grouped(calls)}
     fits = tuple(call.fits(N) for call in calls)
-    pooled = tuple(call.kept is not None for call in calls)
-    if len(known.ways) >= SEEN:
+    pooled = tuple(call.maxima is not None for call in calls)
+    if len(known.ways) >= PASSES:
         known.ways.clear()
     known.ways[way] = found = groups, (walk.structure, tuple(groups), fits, N == 1, pooled, same)
     return found
@@ -564,17 +562,15 @@ def _blocks(J: Jacobian, groups: Groups) -> list[Block]:
     """The blocks of all parameters, each by the way that is proven for it."""
     calls, params, proof = J.forward.watch.calls, J.parameters.tensors, J.forward.known.proof
     if not proof.general and len(proof.places) == len(groups):
-        return _by_rules(J, groups)
-    wanted = [i for key, members in groups.items() if key in proof.places for i in members]
+        deltas = J.at([call.edge for call in calls])
+        return [_by_rule(J, key, groups[key], deltas, place) for key, place in proof.places.items()]
     indices = {i for i, path in proof.general.items() if path == "graph"}
     uses = _uses(J, proof.map, indices)
-    ruled, seen = _deltas(J, wanted, uses, proof.map)
-    blocks: list[Block] = []
-    for key, place in proof.places.items():
-        members = groups.get(key, [])
-        block = assemble([calls[i] for i in members], [ruled[i] for i in members], J.N, place)
-        blocks.append(block or Nothing([params[i] for i in key], J.m, J.N))
-    glimpses = [] if proof.map is None else _glimpses(J, uses, proof.map, seen)
+    ruled, by_node = _deltas(
+        J, [i for key, members in groups.items() if key in proof.places for i in members], uses, proof.map
+    )
+    blocks = [_by_rule(J, key, groups.get(key, []), ruled, place) for key, place in proof.places.items()]
+    glimpses = [] if proof.map is None else _glimpses(J, uses, proof.map, by_node)
     blocks += [_by_graph(J, i, glimpses) for i in sorted(indices)]
     for path in ("none", *PATHS):
         if some := [i for i in proof.general if proof.general[i] == path]:
@@ -583,23 +579,15 @@ def _blocks(J: Jacobian, groups: Groups) -> list[Block]:
     return blocks
 
 
-def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
-    """The blocks where every parameter has a rule."""
-    calls, proof = J.forward.watch.calls, J.forward.known.proof
-    deltas = J.at([call.edge for call in calls])
-    blocks: list[Block] = []
-    for key, place in proof.places.items():
-        members = groups[key]
-        if len(members) == 1 and (delta := deltas[members[0]]) is not None:
-            block: Any = calls[members[0]].block(delta, J.N, place)
-            if block.__class__ is not Bilinear or block.P > 1:
-                block = alone(block)
-            if block is not None and len(block.params) == len(key):
-                block.members = key if len(key) == 1 or block.params[0] is J.parameters.tensors[key[0]] else None
-        else:
-            block = assemble([calls[i] for i in members], [deltas[i] for i in members], J.N, place)
-        blocks += (block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N),)
-    return blocks
+def _by_rule(J: Jacobian, key: tuple[int, ...], members: Sequence[int], deltas: Any, place: Place) -> Block:
+    """The block of the parameters `key`, from these calls and all δ"""
+    calls, params = J.forward.watch.calls, J.parameters.tensors
+    block = assemble([calls[i] for i in members], [deltas[i] for i in members], J.N, place)
+    if block is None:
+        return Nothing([params[i] for i in key], J.m, J.N)
+    if block.params[0] is params[key[0]] and len(block.params) == len(key) < 3:
+        block.members = key
+    return block
 
 
 def _uses(J: Jacobian, where: Map | None, indices: Collection[int]) -> list[Use]:
@@ -665,11 +653,11 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
     in all where the numbers in the graph decide (samples sorted by length, routed to experts, multiplied by a matrix).
     """
     proof, index = J.forward.known.proof, J.parameters.index
-    seen = J.forward.seen
-    new = seen not in proof.seen
+    fingerprint = J.forward.fingerprint
+    new = fingerprint not in proof.passes
     if J.ranks.several:
         new = not J.ranks.all(not new)
-    doubtful = new or not proof.seen[seen]
+    doubtful = new or not proof.passes[fingerprint]
     if J.ranks.several:
         doubtful = not J.ranks.all(not doubtful)
     some = [] if proof.quiet and not doubtful else [b for b in blocks if doubtful or b.columns <= GUARDED]
@@ -677,14 +665,14 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
         proof.quiet = max(0, proof.quiet - 1)
         return True
     if new:
-        if len(proof.seen) >= SEEN:
-            proof.seen.clear()
-        proof.seen[seen] = _sure(J)
+        if len(proof.passes) >= PASSES:
+            proof.passes.clear()
+        proof.passes[fingerprint] = _sure(J)
     proof.rest()
     w, tolerance = J.random(), tolerances.of_rules(J.forward.coarsest)
     wrong: list[Tensor] = []
     pairs: list[tuple[Tensor, Tensor, float]] = []  # how far off, how large, and what may be noise
-    for part in _parts(J, [b.columns for b in some]):
+    for part in J.portions([b.columns for b in some]):
         pulled = iter(J.forward.pull(J.cotangent(w), [p for k in part for p in some[k].params]))
         for b in (some[k] for k in part):
             true = [flat(next(pulled), p) for p in b.params]
@@ -722,11 +710,6 @@ def _sure(J: Jacobian) -> bool:
     return all(axes.get((use.node, 0)) is not None for use in uses)
 
 
-def _parts(J: Jacobian, sizes: Sequence[int]) -> list[list[int]]:
-    """What is compared at once."""
-    return J.forward.objective.parameters.portions(sizes)
-
-
 def _draws_slopes_only(J: Jacobian) -> bool:
     """Whether all random numbers of the forward pass are slopes of RReLU."""
     before, after = J.forward.before, J.forward.after
@@ -754,7 +737,7 @@ def _prove(J: Jacobian, base: object) -> None:
     _prove_rules(J, proof, comparison)
     covered = {i for key in proof.places for i in key}
     rest = [i for i in range(len(J.parameters)) if i not in covered]
-    for part in _parts(J, [J.parameters.sizes[i] for i in rest]):
+    for part in J.portions([J.parameters.sizes[i] for i in rest]):
         comparison.look([rest[k] for k in part])
     proof.general.update({i: "none" for i in rest if J.ranks.all(i in comparison.unused)})
     rest = [i for i in rest if i not in proof.general]
@@ -767,14 +750,14 @@ def _prove(J: Jacobian, base: object) -> None:
     _prove_graph(J, proof, comparison, rest)
     _prove_paths(J, proof, comparison, [i for i in rest if i not in proof.general])
     comparison.end()
-    proof.inert, proof.seen[J.forward.seen] = comparison.inert, _sure(J)
+    proof.inert, proof.passes[J.forward.fingerprint] = comparison.inert, _sure(J)
     if comparison.noise is not None and not J.ranks.several:
         total = float(torch.stack([t.norm() for t in comparison.true.values()]).norm())
         proof.noise = {i: float(noise) / total for i, noise in comparison.noise.items() if total}
     if J.ranks.all(not comparison.zeros):
         if proof.map is not None:
             known.walks.add(base)
-        if len(known.proofs) >= KEPT:
+        if len(known.proofs) >= PROOFS:
             known.proofs.clear()
         known.proven = signature = _with_uses(J, base)
         known.proofs[signature] = proof
@@ -782,22 +765,18 @@ def _prove(J: Jacobian, base: object) -> None:
 
 def _prove_rules(J: Jacobian, proof: Proof, comparison: Comparison) -> None:
     """Where the samples are in every group of calls, if one place is right."""
-    calls = J.forward.watch.calls
-    deltas, _ = _deltas(J, range(len(calls)), [])
+    deltas, _ = _deltas(J, range(len(J.forward.watch.calls)), [])
     groups = [*_grouped(J)[0].items()]
-    for part in _parts(J, [sum(J.parameters.sizes[i] for i in key) for key, _ in groups]):
+    for part in J.portions([sum(J.parameters.sizes[i] for i in key) for key, _ in groups]):
         comparison.look([i for k in part for i in groups[k][0]])
         for key, members in (groups[k] for k in part):
-            some = [calls[i] for i in members]
             found: dict[Place, Block | None] = {}
             for place in PLACES:
                 try:
-                    block = assemble(some, [deltas[i] for i in members], J.N, place)
-                    found[place] = block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N)
+                    found[place] = _by_rule(J, key, members, deltas, place)
                 except Misfit:
                     found[place] = None
-            right = comparison.first(found)
-            if right is not None:
+            if (right := comparison.first(found)) is not None:
                 proof.places[key] = right
 
 
@@ -821,8 +800,6 @@ def _prove_graph(J: Jacobian, proof: Proof, comparison: Comparison, rest: list[i
 def _prove_paths(J: Jacobian, proof: Proof, comparison: Comparison, rest: list[int]) -> None:
     """The fastest general path that is right for the parameters without a rule."""
     for path in PATHS if rest else ():
-        if J.forward.watch.unrolled and path in ("rows", "loop"):
-            raise Refused("these paths need a graph of torch's own")
         if J.forward.known.may_join and J.N > 1 and path in ("rows", "loop"):
             raise RowByRow(f"the rows of {J.N} samples take a backward pass each")
         try:
@@ -852,9 +829,8 @@ class Piece:
         keep_graph: bool, before: Moment | None = None,
     ) -> None:  # fmt: skip
         self.objective, self.batch, self.known, self.keep_graph = objective, batch, known, keep_graph
-        once = self._unrolls(known.rows_per_sample)
         joined = rows.__class__ not in (Exact, Empirical) and rows.joined
-        self.whole = Pass(objective, batch, known, chance, once=once, joined=joined, before=before)
+        self.whole = Pass(objective, batch, known, chance, joined=joined, before=before)
         self.objective = objective = self.whole.objective
         check_backward(self.whole)
         self.z, self.N = self.whole.z, self.whole.N
@@ -877,13 +853,9 @@ class Piece:
         self.m = self.jacobian.m
         self.telling = 0 if index is not None and len(index) == 0 else self.m  # its own rows that are not zero
         self.inert: set[int] | None = None  # parameters without influence; None before the rows can tell
-        known.rows_per_sample = self.jacobian.R
         self._blocks: list[Block] | None = None
         self._gradient: Tensor | None = None
         self._outside: Tensor | None = None  # h
-        watch = self.jacobian.forward.watch
-        if watch.convolves and not watch.once and self._unrolls(self.jacobian.R):
-            self.jacobian.forward.again(True)  # the first time: so the first step goes the way of all others
         if index is not None:
             self.whole.after.restore(gently=True)  # the samples that were picked had forward passes of their own
 
@@ -899,12 +871,6 @@ class Piece:
         if checked is None or checked[0]() is not y or checked[1] != now:
             loss.check(z, y, weight, part=True)
             self.known.checked = weakref.ref(y), now
-
-    def _unrolls(self, rows: int) -> bool:
-        """Several rows of a sample pay for a backward pass of our own."""
-        parameters = self.objective.parameters
-        fit = parameters.device.type == "cpu" and parameters.shards is None
-        return self.known.unrolls and rows > 1 and not self.keep_graph and fit
 
     def _totals(self, rows: Rows) -> Totals:
         objective, batch, loss = self.objective, self.batch, self.objective.loss
@@ -932,8 +898,7 @@ class Piece:
         index = index.new_zeros(1) if none else index
         slopes = [s.take(index, self.N) for s in self.whole.slopes]
         batch, chance = self.batch.take(index), self.whole.chance
-        once = self._unrolls(self.known.rows_per_sample)
-        part = Pass(self.objective, batch, self.known, chance, once=once, slopes=slopes)
+        part = Pass(self.objective, batch, self.known, chance, slopes=slopes)
         if not none or self.objective.parameters.ranks.several:
             check_picked(self.whole, part, index, self.known, int(seed), type(rows).__name__)
         with torch.no_grad():
@@ -1011,27 +976,22 @@ class Piece:
     def blocks(self) -> list[Block]:
         """The columns of J̃, by layer; once they are there, the graph of the forward pass is released."""
         if self._blocks is None:
-            _ = self.h  # while there is a graph
             forward = self.jacobian.forward
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    return self.blocks
-            try:
-                self._blocks, self.inert = blocks_of(self.jacobian)
-            except Exception as error:
-                if not forward.watch.unrolled or out_of_memory(error):
-                    raise
-                self.known.unrolls = False  # for good: this model needs a graph of torch's own
-                forward.again(False)
-                self._blocks, self.inert = blocks_of(self.jacobian)
+            with torch.no_grad() if torch.is_grad_enabled() else AS_IS:
+                self._blocks, self.inert = self._formed()
             if forward is not self.whole:  # of the samples that were not picked nothing is known
                 self.inert = set()
             forward.release(graph=not self.keep_graph)
+            self.objective.parameters.let_go()
             if forward.after.buffers or forward.chance.drawn:
                 forward.after.restore()  # some ways to the rows call the model again
             if forward is not self.whole:
                 self.whole.after.restore(gently=True)  # where the forward pass of the whole ended
         return self._blocks
+
+    def _formed(self) -> tuple[list[Block], set[int] | None]:
+        _ = self.h  # while there is a graph
+        return blocks_of(self.jacobian)
 
     def random(self) -> Tensor:
         """One number for every row, the same every time: (R, N)"""

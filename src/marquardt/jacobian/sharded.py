@@ -121,23 +121,12 @@ class ShardedPiece(Piece):
         _ = self.blocks
         return self._h
 
-    @property
-    def blocks(self) -> list[Block]:
+    def _formed(self) -> tuple[list[Block], set[int] | None]:
         """The columns of this rank, by layer."""
-        if self._blocks is None:
-            parameters, forward = self.objective.parameters, self.jacobian.forward
-            with torch.no_grad():
-                own, self.inert = blocks_of(self.jacobian)
-                self._blocks = exchanged(own, parameters)
-                self._h = self._pulled(self.cotangents.v)
-            if forward is not self.whole:  # of the samples that were not picked nothing is known
-                self.inert = set()
-            forward.release(graph=True)
-            parameters.let_go()
-            forward.after.restore()  # some ways to the rows call the model again
-            if forward is not self.whole:
-                self.whole.after.restore(gently=True)
-        return self._blocks
+        own, inert = blocks_of(self.jacobian)
+        blocks = exchanged(own, self.objective.parameters)
+        self._h = self._pulled(self.cotangents.v)
+        return blocks, inert
 
     def _pulled(self, v: Tensor | None) -> Tensor | None:
         """Jᵀv as one more row of every sample: no rank holds all of a gradient. (N, *out) → (n,)"""

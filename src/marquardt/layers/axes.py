@@ -14,7 +14,6 @@ from torch.autograd.graph import GradientEdge
 
 from ..surroundings import unless_interrupted
 from .capture import LEAF, PICKING, Node, Place, Walk, shape_at
-from .shortcuts import ToInput
 
 Shape = tuple[int, ...]
 
@@ -54,7 +53,7 @@ def sample_axes(walk: Walk, N: int) -> dict[tuple[Node, int], Axis | None]:
 
 
 def keeps_apart(walk: Walk, N: int) -> bool:
-    """Whether all that may hold samples has each of them in a place of its own."""
+    """Whether no tensor that may hold samples mixes them."""
     axes = sample_axes(walk, N)
     shared: set[Node] = set()  # nodes that hold none: made of leaves, or with too few numbers beside them
     for node in walk.nodes:
@@ -99,7 +98,7 @@ def _through(node: Node, edges: Sequence[tuple[Node | None, int]], outputs: dict
         place = _place(out, axis)
         if rule is None or place is None:
             return nothing
-        return rule(Seen(node, axis, out, *place), inputs)
+        return rule(Output(node, axis, out, *place), inputs)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # another version of torch
         unless_interrupted(error)
         return nothing
@@ -123,7 +122,7 @@ def _place(shape: Shape, axis: Axis) -> tuple[int, int] | None:
     return None
 
 
-class Seen(NamedTuple):
+class Output(NamedTuple):
     """A node, and where the samples are in its output."""
 
     node: Any
@@ -148,31 +147,31 @@ class Seen(NamedTuple):
         return [(d - 2**64 if d >= 2**63 else d) % ndim for d in given]
 
 
-Rule = Callable[[Seen, Sequence["Shape | None"]], Axes]
+Rule = Callable[[Output, Sequence["Shape | None"]], Axes]
 
 
-def _elementwise(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _elementwise(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     """With inputs that are broadcast: from the last dimension on"""
     return [None if shape is None else s.at(shape, s.dim - len(s.out) + len(shape)) for shape in inputs]
 
 
-def _in_order(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _in_order(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     """The same elements in the same order, in another shape"""
     return [s.axis if shape is not None and _place(shape, s.axis) is not None else None for shape in inputs]
 
 
-def _permuted(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _permuted(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     dims = s.dims("dims", len(s.out))
     return [s.at(inputs[0], dims[s.dim])]
 
 
-def _transposed(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _transposed(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     ndim = len(s.out)
     (first, second) = (0, 1) if s.node.name() == "TBackward0" else s.dims("dim0", ndim) + s.dims("dim1", ndim)
     return [s.at(inputs[0], {first: second, second: first}.get(s.dim, s.dim) if ndim > 1 else s.dim)]
 
 
-def _reduced(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _reduced(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     """Sums, means, maxima over some dimensions"""
     shape = inputs[0]
     assert shape is not None
@@ -182,13 +181,13 @@ def _reduced(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
     return [None if dim in dims else s.at(shape, dim), *[None] * (len(inputs) - 1)]
 
 
-def _along(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _along(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     """Something along one dimension, or some, which leaves the others as they are"""
     name = "dims" if hasattr(s.node, "_saved_dims") else "dim"
     return [None if shape is None or s.dim in s.dims(name, len(s.out)) else s.at(shape, s.dim) for shape in inputs]
 
 
-def _sliced(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _sliced(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     """A part of the samples, if it is their dimension"""
     shape = inputs[0]
     assert shape is not None
@@ -201,18 +200,18 @@ def _sliced(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
     return [Axis(s.axis.start - first, size, below) if whole and size > 1 else None]
 
 
-def _selected(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _selected(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     (dim,) = s.dims("dim", len(s.out) + 1)
     return [s.at(inputs[0], s.dim + (s.dim >= dim))]
 
 
-def _put_back(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _put_back(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     """The gradient of a selection: zeros but for one place of a dimension"""
     (dim,) = s.dims("dim", len(s.out))
     return [None if s.dim == dim else s.at(inputs[0], s.dim - (s.dim > dim))]
 
 
-def _stacked(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _stacked(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     (dim,) = s.dims("dim", len(s.out))
     if s.dim != dim:
         return [s.at(shape, s.dim - (s.dim > dim)) for shape in inputs]
@@ -220,7 +219,7 @@ def _stacked(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
     return [Axis(s.axis.start + i, 1, 0) if alone else None for i in range(len(inputs))]
 
 
-def _joined(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _joined(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     """Parts of the samples one after the other, if it is their dimension"""
     (dim,) = s.dims("dim", len(s.out))
     if s.dim != dim:
@@ -241,14 +240,14 @@ def _joined(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
 def _split(node: Any, outputs: dict[int, Axis | None], shape: Shape | None) -> Axis | None:
     """Parts of a dimension: of all samples the same one, or of some samples each"""
     sizes = [tuple(m.shape) for m in node._input_metadata]
-    seen = [Seen(node, axis, sizes[k], *(_place(sizes[k], axis) or (-1, 0))) for k, axis in outputs.items() if axis]
+    parts = [Output(node, axis, sizes[k], *(_place(sizes[k], axis) or (-1, 0))) for k, axis in outputs.items() if axis]
     assert shape is not None
-    (dim,) = seen[0].dims("dim", len(shape))
-    places = [s.at(shape, s.dim) for s in seen if s.dim not in (-1, dim)]
-    if len(places) == len(seen):
+    (dim,) = parts[0].dims("dim", len(shape))
+    places = [s.at(shape, s.dim) for s in parts if s.dim not in (-1, dim)]
+    if len(places) == len(parts):
         return places[0] if len(set(places)) == 1 else None
-    starts = {s.axis.start - sum(t[dim] for t in sizes[:k]) for k, s in zip(outputs, seen, strict=True)}
-    alone = all(s.dim == dim and s.inner == 1 and s.out[dim] == s.axis.count for s in seen)
+    starts = {s.axis.start - sum(t[dim] for t in sizes[:k]) for k, s in zip(outputs, parts, strict=True)}
+    alone = all(s.dim == dim and s.inner == 1 and s.out[dim] == s.axis.count for s in parts)
     return Axis(starts.pop(), shape[dim], math.prod(shape[dim + 1 :])) if alone and len(starts) == 1 else None
 
 
@@ -264,16 +263,16 @@ def _unbound(node: Any, outputs: dict[int, Axis | None], shape: Shape | None) ->
         place = _place(out, first)
         if place is None:
             return None
-        s = Seen(node, first, out, *place)
+        s = Output(node, first, out, *place)
         (dim,) = s.dims("dim", len(shape))
         return s.at(shape, s.dim + (s.dim >= dim))
     starts = {axis.start - k for k, axis in axes.items()}
-    (dim,) = Seen(node, first, (), 0, 0).dims("dim", len(shape))
+    (dim,) = Output(node, first, (), 0, 0).dims("dim", len(shape))
     alone = len(starts) == 1 and all(axis.count == 1 for axis in axes.values())
     return Axis(starts.pop(), shape[dim], math.prod(shape[dim + 1 :])) if alone else None
 
 
-def _products(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _products(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     """Of matrices, or of a batch of them; perhaps added to something"""
     *more, left, right = inputs
     last = len(s.out) - 1
@@ -281,10 +280,10 @@ def _products(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
     return [*_elementwise(s, more), *pair]
 
 
-def _first_dims(dims: Callable[[Seen], int], of_all: bool = False) -> Rule:
+def _first_dims(dims: Callable[[Output], int], of_all: bool = False) -> Rule:
     """A layer that leaves the first dimensions of its input as they are, or of all inputs of the shape of its output"""
 
-    def rule(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+    def rule(s: Output, inputs: Sequence[Shape | None]) -> Axes:
         if of_all:
             return [s.at(shape, s.dim) if shape == s.out and s.dim < dims(s) else None for shape in inputs]
         fits = inputs[0] is not None and len(inputs[0]) == len(s.out) and s.dim < dims(s)
@@ -293,24 +292,20 @@ def _first_dims(dims: Callable[[Seen], int], of_all: bool = False) -> Rule:
     return rule
 
 
-def _convolution_dims(s: Seen) -> int:
-    return int(s.node.name() != "ToInputBackward" or type(s.node)._forward_cls is ToInput)  # and no other of this name
-
-
-def _batch_norm(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
-    """With statistics of its own each channel sees itself alone: so InstanceNorm has the samples among the channels"""
+def _batch_norm(s: Output, inputs: Sequence[Shape | None]) -> Axes:
+    """With batch statistics a channel sees no other: InstanceNorm has the samples among the channels"""
     trains = getattr(s.node, "_saved_training", True)
     return [s.at(inputs[0], s.dim) if s.dim == 1 or not trains else None, *[None] * (len(inputs) - 1)]
 
 
-def _attention(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _attention(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     """Queries, keys and values (*, T, E), and a mask: queries see the keys of their own sample and head"""
     heads = s.dim < len(s.out) - 2
     mask = _elementwise(s, inputs[3:]) if heads else [None] * len(inputs[3:])
     return [s.at(inputs[0], s.dim), *(s.at(shape, s.dim) if heads else None for shape in inputs[1:3]), *mask]
 
 
-def _trilinear(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _trilinear(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     ndim = len(s.out) + len(s.attribute("sumdim"))
     dim = [d for d in range(ndim) if d not in s.attribute("sumdim")][s.dim]
     lacking = [s.attribute(f"expand{i}") for i in (1, 2, 3)]
@@ -320,7 +315,7 @@ def _trilinear(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
     ]
 
 
-def _unfolded(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+def _unfolded(s: Output, inputs: Sequence[Shape | None]) -> Axes:
     (dim,) = s.dims("dimension", len(s.out) - 1)
     return [None if s.dim in (dim, len(s.out) - 1) else s.at(inputs[0], s.dim)]
 
@@ -337,8 +332,7 @@ REDUCED = """Amax Amin Kthvalue LinalgVectorNorm Logsumexp Max Mean Median Min M
 ALONG = """Cumprod Cumsum Flip Gather Glu IndexSelect LogSoftmax LogSoftmaxBackwardData Logcumsumexp Roll SafeSoftmax
     SliceBackward Softmax SoftmaxBackwardData Sort Topk"""
 CONVOLUTIONS = """ConvDepthwise2D ConvDepthwise3D Convolution ConvolutionBackward ConvolutionOverrideable
-    CudnnConvolution CudnnConvolutionTranspose MiopenConvolution MkldnnConvolution SlowConv2D SlowConv3D
-    ToInputBackward"""
+    CudnnConvolution CudnnConvolutionTranspose MiopenConvolution MkldnnConvolution SlowConv2D SlowConv3D"""
 NORMS = """FusedRmsNorm NativeLayerNorm NativeLayerNormBackward"""
 ATTENTIONS = """ScaledDotProductCudnnAttention ScaledDotProductEfficientAttention ScaledDotProductFlashAttention
     ScaledDotProductFlashAttentionForCpu"""
@@ -353,7 +347,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(IN_ORDER.split(), _in_order),
     **dict.fromkeys(REDUCED.split(), _reduced),
     **dict.fromkeys(ALONG.split(), _along),
-    **dict.fromkeys(CONVOLUTIONS.split(), _first_dims(_convolution_dims)),
+    **dict.fromkeys(CONVOLUTIONS.split(), _first_dims(lambda s: 1)),
     **dict.fromkeys(
         NORMS.split(), _first_dims(lambda s: len(s.out) - len(s.attribute("normalized_shape")), of_all=True)
     ),

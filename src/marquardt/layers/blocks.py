@@ -145,7 +145,7 @@ class Sums:
     """
 
     A: Tensor  # Σ w·aaᵀ, a the input with a 1 for the bias
-    B: Tensor | None  # Σ δδᵀ, over rows too; None: every output has inputs of its own, and A is the block of each
+    B: Tensor | None  # Σ δδᵀ, over rows too; None: no two outputs share an input, and A is the block of each
     count: Tensor | float  # Σ w over samples and positions
     bias: bool
     table: bool = False
@@ -172,6 +172,7 @@ class Block(ABC):
     m: int
     N: int
     empty = False  # whether its rows are zero by their nature
+    by_rows = 0  # samples, if each of the N is a row
     # Whether its positions are those of several uses, of which a sample may lack some: moments mean nothing then.
     gathered = False
 
@@ -227,10 +228,9 @@ class Block(ABC):
         """The rows with those of a sample side by side, row n·R + r: (m, columns)"""
         if out is None:
             out = torch.empty(self.m, self.columns, dtype=dtype, device=self.params[0].device)
+        N = self.by_rows or self.N
         for columns, piece in self.slabs(dtype):
-            out[:, columns].view(self.N, -1, piece.shape[1]).copy_(
-                piece.view(-1, self.N, piece.shape[1]).transpose(0, 1)
-            )
+            out[:, columns].unflatten(0, (N, -1)).copy_(piece.unflatten(0, (-1, N)).transpose(0, 1))
         return out
 
     @property
@@ -362,10 +362,7 @@ class Nothing(Block):
         return Nothing(kept, self.m, self.N) if kept else None
 
     def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        size = max(1, SLAB // self.m)
-        for first in range(0, self.columns, size):
-            last = min(first + size, self.columns)
-            yield slice(first, last), self.params[0].new_zeros(self.m, last - first, dtype=dtype)
+        yield slice(0, self.columns), self.params[0].new_zeros((), dtype=dtype).expand(self.m, self.columns)
 
     def apply(self, v: Sequence[Tensor]) -> Tensor:
         return v[0].new_zeros(self.m)
@@ -412,7 +409,7 @@ class Explicit(Block):
 
 
 class Whitened(Block):
-    """Another block with every column divided by the root of a number of its own."""
+    """Another block with every column divided by the root of its entry of D."""
 
     def __init__(self, block: Block, D: Sequence[Part]) -> None:
         self.block, self.params, self.m, self.N = block, block.params, block.m, block.N
@@ -482,14 +479,17 @@ class Bilinear(Block):
         return a[:, 0, 0], delta[:, :, 0, 0]
 
     @property
+    def single(self) -> tuple[Tensor, Tensor]:
+        """The same with one position: (N, …, I), (R, N, …, O), with a dimension for the groups if there are several"""
+        return self.vectors if self.G == 1 else (self.factors[0][:, 0], self.factors[1][:, :, 0])
+
+    @property
     def a(self) -> Tensor:
-        a = self.factors[0]
-        return widened(a) if a.dtype in COARSE else a
+        return widened(self.factors[0])
 
     @property
     def delta(self) -> Tensor:
-        delta = self.factors[1]
-        return widened(delta) if delta.dtype in COARSE else delta
+        return widened(self.factors[1])
 
     def without(self, some: Sequence[Tensor]) -> Block | None:
         weight, bias = (None if any(p is q for q in some) else p for p in (self.weight, self.bias))
@@ -527,7 +527,7 @@ class Bilinear(Block):
 
     def _at_once(self, dtype: torch.dtype) -> list[tuple[slice, Tensor]]:
         """The rows of one position, if they are few"""
-        a, delta = self.vectors if self.G == 1 else (self.factors[0][:, 0], self.factors[1][:, :, 0])
+        a, delta = self.single
         if delta.dtype is not dtype or a.dtype is not dtype:
             delta, a = delta.to(dtype), a.to(dtype)  # (R, N, …, O), (N, …, I)
         found: list[tuple[slice, Tensor]] = []
@@ -567,71 +567,60 @@ class Bilinear(Block):
 
     def _outer(self, delta: Tensor, a: Tensor) -> Tensor:
         """Σₚ δₚ ⊗ aₚ: (R, N, P, g, o), (N, P, g, I) → (m, g·o·I)"""
-        if self.P == 1:
-            return (delta[:, :, 0, :, :, None] * a[:, 0, :, None, :]).reshape(self.m, -1)
         if self.O == self.I == 1:  # a scale: no matrices to multiply
             return (delta[..., 0] * a[..., 0]).sum(2).reshape(self.m, -1)
         return torch.einsum("rnpgo,npgi->rngoi", delta, a).reshape(self.m, -1)
 
-    @cached_property
-    def _plain(self) -> tuple[Tensor, Tensor] | None:
-        """a (N, I) and δ (N, O), if there is one row, position and group, and one precision that is no coarse one"""
-        if not self.R == self.P == self.G == 1 or self.one is not None:
-            return None
-        a, delta = self.vectors
-        return (a, delta[0]) if a.dtype is delta.dtype and a.dtype not in COARSE else None
+    @property
+    def shortest(self) -> tuple[Tensor, Tensor]:
+        """a and δ without dimensions for positions and groups, if there is one of each"""
+        return self.vectors if self.P == self.G == 1 else self.factors
 
     def apply(self, v: Sequence[Tensor]) -> Tensor:
-        dtype = v[0].dtype
-        if (plain := self._plain) is not None and self.weight is not None and plain[0].dtype is dtype:
-            out = plain[0] @ v[0].view(self.O, self.I).T  # (N, O)
-            return ((out if self.bias is None else out.add_(v[-1])) * plain[1]).sum(1)
+        dtype, (a, delta) = v[0].dtype, self.shortest
         total: Tensor | None = None
         if self.weight is not None and self.G == 1:
             V = v[0].view(self.O, self.I)
-            total = times(self.factors[0].flatten(0, 2), V.T, dtype).view(self.N, self.P, 1, self.O)
+            total = times(a, V.T, dtype) if a.ndim == 2 else times(a.flatten(0, 2), V.T, dtype).view(delta.shape[1:])
         elif self.weight is not None:
             V = v[0].view(self.G, self.O, self.I)
-            total = torch.einsum("npgi,goi->npgo", self.a.to(dtype), V)
+            total = torch.einsum("npgi,goi->npgo", a.to(dtype), V)
         if self.bias is not None:
-            b = self._times_one(v[-1]).view(self.G, self.O)
-            total = b.expand(self.N, self.P, -1, -1) if total is None else total.add_(b)
+            b = self._times_one(v[-1])
+            b = b if a.ndim == 2 else b.view(self.G, self.O)
+            total = b.expand(delta.shape[1:]) if total is None else total.add_(b)
         assert total is not None
+        if self.R == 1:
+            return total.mul(delta[0].to(dtype)).flatten(1).sum(1)
         # (N, R, P·G·O) (N, P·G·O, 1) → (N, R)
-        rows = self.delta.to(dtype).flatten(2).transpose(0, 1) @ total.flatten(1)[:, :, None]
+        rows = delta.to(dtype).flatten(2).transpose(0, 1) @ total.flatten(1)[:, :, None]
         return rows[:, :, 0].T.flatten()
 
     def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
-        a = self.factors[0]
+        a, delta = self.shortest
         coarse = a.dtype == torch.bfloat16 and w.dtype == torch.float32 and fast(a)
         if coarse and self.R == self.G == 1 and self.weight is not None:
-            a, delta = (t.flatten(0, -2) for t in self.factors)  # (N·P, I), (N·P, O)
+            a, delta = a.flatten(0, -2), delta.flatten(0, -2)  # (N·P, I), (N·P, O)
             pull(delta, a, w.repeat_interleave(self.P)[:, None], [t.view(self.O, -1) for t in out])
             if self.bias is not None and self.one is not None:
                 out[-1].mul_(self.one)
             return
-        if (plain := self._plain) is not None and self.weight is not None and plain[0].dtype is w.dtype:
-            delta = w[:, None] * plain[1]  # (N, O)
-            torch.mm(delta.T, plain[0], out=out[0].view(self.O, self.I))
-            if self.bias is not None:
-                torch.sum(delta, 0, out=out[-1])
-            return
         # a is the same for the R rows of a sample: contract them first, then it is one ordinary backward.
         if self.R == 1:
-            delta = w.view(self.N, 1, 1, 1) * self.delta[0].to(w.dtype)
+            delta = w.view(self.N, *[1] * (delta.ndim - 2)) * delta[0].to(w.dtype)
         else:
             rows = w.view(self.R, self.N).T[:, None]  # (N, 1, R)
-            delta = (rows @ self.delta.to(w.dtype).flatten(2).transpose(0, 1)).view(self.N, self.P, self.G, self.O)
+            delta = (rows @ delta.to(w.dtype).flatten(2).transpose(0, 1)).view(delta.shape[1:])
         if self.weight is not None:
-            a = self.a.to(w.dtype)
+            a = a.to(w.dtype)
             if self.G == 1:
-                torch.mm(delta.flatten(0, 2).T, a.flatten(0, 2), out=out[0].view(self.O, self.I))
+                torch.mm(delta.flatten(0, -2).T, a.flatten(0, -2), out=out[0].view(self.O, self.I))
             elif self.O == self.I == 1:
                 torch.sum((delta * a)[..., 0], (0, 1), out=out[0])
             else:
                 out[0].copy_(torch.einsum("npgo,npgi->goi", delta, a).flatten())
         if self.bias is not None:
-            torch.sum(delta.flatten(2).flatten(0, 1), 0, out=out[-1])
+            torch.sum(delta.reshape(-1, self.G * self.O), 0, out=out[-1])
             if self.one is not None:
                 out[-1].mul_(self.one)
 
@@ -640,14 +629,14 @@ class Bilinear(Block):
         return self.P == self.G == 1 < self.R and self.one is None
 
     def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        if self.G > 1:
+        if self.G > 1 or self.by_rows:
             return super().samples(dtype, out)
         if out is None:
             out = torch.empty(self.m, self.columns, dtype=dtype, device=self.delta.device)
         if self.weight is not None:
             weight = out[:, : self.O * self.I]
             if self.P == 1:
-                delta, a = self.delta[:, :, 0, 0].transpose(0, 1).to(dtype), self.a[:, 0, 0].to(dtype)
+                delta, a = self._by_sample(dtype)
                 view = weight.view(self.N, self.R, self.O, self.I)
                 torch.mul(delta[:, :, :, None], a[:, None, None, :], out=view)
             else:
@@ -661,7 +650,7 @@ class Bilinear(Block):
         if not self.factored:
             return super().against(samples)
         X = samples.view(self.N, self.R, -1)
-        delta, a = self._pair(samples.dtype)
+        delta, a = self._by_sample(samples.dtype)
         product = samples.new_empty(X.shape[2], self.columns)
         size = max(1, SLAB // (self.N * self.O))
         for part, place in zip(X.split(size, 2), product.split(size), strict=True):
@@ -678,7 +667,7 @@ class Bilinear(Block):
         pairs, weights = self.O * (self.O + 1) // 2, self.O * self.I
         if not self.factored or self.N * pairs * (self.I + 1) > SLAB:
             return super().square(dtype)
-        delta, a = self._pair(dtype)
+        delta, a = self._by_sample(dtype)
         B = delta.mT @ delta  # (N, O, O)
         product = a.new_empty(self.columns, self.columns)
         if self.weight is not None:
@@ -695,17 +684,19 @@ class Bilinear(Block):
             product[:weights, weights:] = product[weights:, :weights].T
         return product
 
-    def _pair(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _by_sample(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """δ (N, R, O) and a (N, I)"""
-        return self.delta[:, :, 0, 0].transpose(0, 1).to(dtype), self.a[:, 0, 0].to(dtype)
+        a, delta = self.vectors
+        return delta.transpose(0, 1).to(dtype), a.to(dtype)
 
     def diagonal(self) -> Tensor:
         if self.P != 1 or self.one is not None:
             return super().diagonal()
-        squares = self.delta[:, :, 0].square().sum(0)  # (N, G, O)
+        a, delta = map(widened, self.single)
+        squares = delta.square().sum(0)  # (N, …, O)
         parts = []
         if self.weight is not None:
-            parts.append(torch.einsum("ngo,ngi->goi", squares, self.a[:, 0].square()).flatten())
+            parts.append(torch.einsum("n...o,n...i->...oi", squares, a.square()).flatten())
         if self.bias is not None:
             parts.append(squares.sum(0).flatten())
         return torch.cat(parts)
@@ -726,8 +717,7 @@ class Bilinear(Block):
         """(AAᵀ + 1) ∘ ΔΔᵀ, summed over pairs of positions: J̃ is never built."""
         if self.G > 1:
             return super().gram(K, other, product)
-        if other is not self:
-            other = cast(Bilinear, other)
+        other = cast(Bilinear, other)
         pairs, coarse = self.m * self.P * other.m * other.P, self.factors[0].dtype in COARSE
         faster = FASTER if coarse and fast(self.factors[0]) else 1
         # Operations of the pairwise form against those of the explicit rows: take the cheaper one.
@@ -759,7 +749,8 @@ class Bilinear(Block):
         """The same from explicit rows, some outputs at a time: cheaper for long samples."""
         total = K.new_zeros(self.m, other.m)  # rows in the order (n, r)
         image = K.new_zeros(self.m)
-        for o in self._outputs():
+        size = max(1, SLAB // max(1, self.m * self.I))  # outputs at a time
+        for o in (slice(first, first + size) for first in range(0, self.O, size)):
             if self.weight is not None:
                 right = other._samples(o, K.dtype)
                 add_product(total, right if other is self else self._samples(o, K.dtype), right)
@@ -779,11 +770,6 @@ class Bilinear(Block):
         rows = self.delta[:, :, :, 0].to(dtype).sum(2).transpose(0, 1).reshape(self.m, self.O)
         return self._times_one(rows)
 
-    def _outputs(self) -> Iterator[slice]:
-        size = max(1, SLAB // max(1, self.m * self.I))
-        for first in range(0, self.O, size):
-            yield slice(first, first + size)
-
     def _samples(self, o: slice, dtype: torch.dtype) -> Tensor:
         """Rows of some outputs of the weight, sample by sample: (N·R, o·I)"""
         a, delta = self.factors[0][:, :, 0], self.factors[1][:, :, :, 0, o]
@@ -795,7 +781,8 @@ class Bilinear(Block):
         parts = {id(p): d for p, d in zip(self.params, D, strict=True)}
         written = [d for p, d in zip(self.params, D, strict=True) if d.entries is not None and d.entries.numel() > 1]
         u = next((d.u for d in D if d.u is not None), None)
-        if written or self.G > 1 or not all(_equal(d.u, u) for d in D):
+        same = all(d.u is u or (d.u is not None and u is not None and torch.equal(d.u, u)) for d in D)
+        if written or self.G > 1 or not same:
             return super().whitened(D)
         a, one = self.a, self.one
         if self.weight is not None:
@@ -813,32 +800,20 @@ class Bilinear(Block):
         left, right = layer.left, layer.right
         if others or self.weight is None or right is None or left.shape[:2] != (self.G, self.O):
             return super().turned(layers)
-        if self.P == self.G == 1:
-            a, delta = (t if t.dtype is left.dtype else t.to(left) for t in self.vectors)
-            if self.bias is not None:
-                a = torch.cat([a, a.new_ones(self.N, 1) if self.one is None else self.one.to(a).expand(self.N, 1)], 1)
-            a, delta = (t * side[0] if side.ndim == 2 else t @ side[0].mT for t, side in ((a, right), (delta, left)))
-            found = Bilinear(a, delta, self.weight, None)
-            found.params, found.members = self.params, self.members
-            return found
-        a, delta = self._with_one(left.dtype), self.delta
-        delta = delta if delta.dtype is left.dtype else delta.to(left)
-        found = Bilinear(_mapped(a, right), _mapped(delta, left), self.weight, None)
-        found.params, found.members = self.params, self.members
-        return found
+        a, delta = (t if t.dtype is left.dtype else t.to(left) for t in self.shortest)
+        turned = Bilinear(_mapped(self._with_one(a), right), _mapped(delta, left), self.weight, None)
+        turned.params, turned.members = self.params, self.members
+        return turned
 
-    def _with_one(self, dtype: torch.dtype) -> Tensor:
-        """(a, 1), or a alone if there is no bias: (N, P, G, I + 1)"""
-        a = self.a
-        a = a if a.dtype is dtype else a.to(dtype)
+    def _with_one(self, a: Tensor) -> Tensor:
+        """(a, 1), or a alone if there is no bias: (…, I + 1)"""
         if self.bias is None:
             return a
-        one = a.new_ones(*a.shape[:-1], 1)
-        return torch.cat([a, one if self.one is None else self._times_one(one)], -1)
+        return torch.cat([a, self._times_one(a.new_ones(*a.shape[:-1], 1))], -1)
 
     @property
     def by_units(self) -> bool:
-        """Whether every output has inputs of its own: there is no matrix then."""
+        """Whether no two outputs share an input: there is no matrix then."""
         return self.weight is None or self.weight.ndim < 2 or self.O == self.I == 1 < self.G
 
     def partial_traces(self) -> list[Traces]:
@@ -848,21 +823,17 @@ class Bilinear(Block):
         if self.P != 1 and self.G == 1 and self._positions_are_cheaper():
             return [Traces(self.params, *self._traces_of_positions())]
         if self.P != 1:
-            parts = [part.partial_traces_of_rows() for part in self.parts()]
+            parts = [part.traces_of_rows(part.samples(part.delta.dtype)) for part in self.parts()]
             left, right = (torch.stack(sides).sum(0) for sides in zip(*parts, strict=True))
             return [Traces(self.params, left, right)]
-        if self.G == 1:
-            a, delta = self.vectors if self.vectors[0].dtype not in COARSE else map(widened, self.vectors)
-            if self.bias is not None:
-                a = torch.cat([a, a.new_ones(self.N, 1) if self.one is None else self.one.to(a).expand(self.N, 1)], 1)
-            left = (delta * torch.linalg.vector_norm(a, dim=1, keepdim=True)).flatten(0, 1)
-            right = a * torch.linalg.vector_norm(delta, dim=(0, 2)).unsqueeze(1)
-            return [Traces(self.params, square(left[None]), square(right[None]))]
-        a, delta = self.a, self.delta[:, :, 0]  # (N, P, G, I), (R, N, G, O)
-        a = self._with_one(a.dtype)[:, 0]  # (N, G, I)
-        lengths = torch.linalg.vector_norm(a, dim=2), torch.linalg.vector_norm(delta, dim=(0, 3))  # (N, G)
-        left = (delta * lengths[0][:, :, None]).permute(2, 0, 1, 3).flatten(1, 2)
-        return [Traces(self.params, square(left), square((a * lengths[1][:, :, None]).transpose(0, 1)))]
+        a, delta = self.single  # (N, …, I), (R, N, …, O)
+        if a.dtype in COARSE or delta.dtype in COARSE:
+            a, delta = widened(a), widened(delta)
+        a = self._with_one(a)
+        left = (delta * torch.linalg.vector_norm(a, dim=-1, keepdim=True)).flatten(0, 1)  # (R·N, …, O)
+        right = a * torch.linalg.vector_norm(delta, dim=(0, -1)).unsqueeze(-1)
+        left, right = (t[None] if self.G == 1 else t.transpose(0, 1) for t in (left, right))
+        return [Traces(self.params, square(left), square(right))]
 
     def _positions_are_cheaper(self) -> bool:
         """By the multiplications: for short samples of wide layers"""
@@ -872,7 +843,10 @@ class Bilinear(Block):
 
     def _traces_of_positions(self) -> tuple[Tensor, Tensor]:
         """ΣΔᵀ(AAᵀ)Δ and ΣAᵀ(ΔΔᵀ)A over the samples: rows are not written out"""
-        a, delta = self._with_one(self.delta.dtype)[:, :, 0], self.delta[:, :, :, 0]  # (N, P, I), (R, N, P, O)
+        a, delta = (
+            self._with_one(self.a.to(self.delta.dtype))[:, :, 0],
+            self.delta[:, :, :, 0],
+        )  # (N, P, I), (R, N, P, O)
         side = delta.permute(1, 2, 0, 3).flatten(2)  # (N, P, R·O)
         return product_of(delta, (a @ a.mT) @ delta), product_of(a, (side @ side.mT) @ a)
 
@@ -883,8 +857,9 @@ class Bilinear(Block):
             some = slice(n, n + size)
             yield Bilinear(self.factors[0][some], self.factors[1][:, some], self.weight, self.bias, self.one)
 
-    def partial_traces_of_rows(self) -> tuple[Tensor, Tensor]:
-        pieces = self.samples(self.delta.dtype).split([p.numel() for p in self.params], 1)
+    def traces_of_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Both partial traces: (m, columns)"""
+        pieces = rows.split([p.numel() for p in self.params], 1)
         return of_rows(joined(pieces, (self.G, self.O)))
 
     def beside(self, others: Sequence[Bilinear]) -> Bilinear:
@@ -921,7 +896,7 @@ class Bilinear(Block):
 
     def second_moments(self, left: Tensor | None, right: Tensor | None) -> Tensor:
         """δ → δ·left, (a, 1) → (a, 1)·right, and the diagonal as if of one weight: (G, O, I + 1)"""
-        a = self.a if self.bias is None else torch.cat([self.a, self.a.new_ones(*self.a.shape[:-1], 1)], -1)
+        a = self._with_one(self.a)
         if right is not None and (missing := right.shape[1] - a.shape[-1]):  # inputs of a parameter without influence
             a = torch.nn.functional.pad(a, (missing, 0) if self.weight is None else (0, missing))
         a = a if right is None else torch.einsum("npgi,gij->npgj", a, right)
@@ -932,17 +907,15 @@ class Bilinear(Block):
 
 
 def _mapped(x: Tensor, side: Tensor) -> Tensor:
-    """x·sideᵀ in every group: (…, G, d), by a matrix (G, d, d) or the diagonal of one"""
+    """x·sideᵀ in every group, by a matrix (G, d, d) or the diagonal of one: (…, G, d), or (…, d) of one group"""
     if side.ndim == 2:
         return x * side
-    if side.shape[0] > 1:
+    if len(side) > 1:
         return torch.einsum("...gi,gji->...gj", x, side)
+    if x.ndim < 4:
+        return x @ side[0].mT
     X = x.reshape(-1, x.shape[-1]).mm(side[0].mT)  # `@` may multiply sample by sample
     return X.view(*x.shape[:-1], side.shape[1])
-
-
-def _equal(u: Tensor | None, other: Tensor | None) -> bool:
-    return u is other or (u is not None and other is not None and torch.equal(u, other))
 
 
 # --- Rows of a layer with many positions, written out: they are fewer numbers than its inputs and gradients.
@@ -956,72 +929,54 @@ def cached_rows(block: Bilinear) -> Block:
     return CachedRows(block)
 
 
-class CachedRows(Block):
+class CachedRows(Bilinear):
     """The same rows, formed once. Products that come before them, or that have another precision, are left to a and δ,
     and so are statistics of a and δ."""
 
     def __init__(self, block: Bilinear) -> None:
-        self.block, self.params, self.m, self.N = block, block.params, block.m, block.N
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        return self.block.rows(self.block.delta.dtype)  # (m, columns)
-
-    def _there(self, dtype: torch.dtype) -> bool:
-        return "_rows" in vars(self) and dtype == self.block.delta.dtype
-
-    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        if dtype == self.block.delta.dtype:
-            yield slice(0, self.columns), self._rows
-        else:
-            yield from self.block.slabs(dtype)
-
-    def apply(self, v: Sequence[Tensor]) -> Tensor:
-        return self._rows @ torch.cat(list(v)) if self._there(v[0].dtype) else self.block.apply(v)
-
-    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
-        if not self._there(w.dtype):
-            return self.block.adjoint(w, out)
-        for part, piece in zip(out, (w @ self._rows).split([len(part) for part in out]), strict=True):
-            part.copy_(piece)
-
-    def without(self, some: Sequence[Tensor]) -> Block | None:
-        return self.block.without(some)
+        vars(self).update(vars(block))
+        self.block = block
 
     def plain(self) -> Block:
         return self.block.plain()
 
+    @cached_property
+    def _rows(self) -> Tensor:
+        return torch.cat([piece for _, piece in super().slabs(self.delta.dtype)], 1)  # (m, columns)
+
+    def _there(self, dtype: torch.dtype) -> bool:
+        return "_rows" in vars(self) and dtype == self.delta.dtype
+
+    def slabs(self, dtype: torch.dtype) -> Iterable[tuple[slice, Tensor]]:
+        return [(slice(0, self.columns), self._rows)] if dtype == self.delta.dtype else super().slabs(dtype)
+
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        return self._rows @ torch.cat(list(v)) if self._there(v[0].dtype) else super().apply(v)
+
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
+        if not self._there(w.dtype):
+            return super().adjoint(w, out)
+        for part, piece in zip(out, (w @ self._rows).split([len(part) for part in out]), strict=True):
+            part.copy_(piece)
+
     def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
         other = cast(CachedRows, other)
-        if not (self._there(K.dtype) and other._there(K.dtype)):
-            return self.block.gram(K, other.block, product)
-        if product is not None:
-            product.add(self)
-        add_product(K, self._rows, other._rows)
-
-    def whitened(self, D: Sequence[Part]) -> Block:
-        return super().whitened(D) if self._there(self.block.delta.dtype) else self.block.whitened(D)
-
-    def partial_traces(self) -> list[Traces]:
-        if self.block.by_units:
-            return of_vectors(self.params, self._rows.square().sum(0))
-        pieces = self._rows.split([p.numel() for p in self.params], 1)
-        return [Traces(self.params, *of_rows(joined(pieces, (self.block.G, self.block.O))))]
-
-    def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        return self.block.samples(dtype, out)
+        there = self._there(K.dtype) and other._there(K.dtype)
+        return (Block if there else Bilinear).gram(self, K, other, product)
 
     def diagonal(self) -> Tensor:
-        return self._rows.square().sum(0) if self._there(self.block.delta.dtype) else self.block.diagonal()
+        return self._rows.square().sum(0) if self._there(self.delta.dtype) else super().diagonal()
 
-    def inputs(self) -> Tensor | None:
-        return self.block.inputs()
+    def whitened(self, D: Sequence[Part]) -> Block:
+        return (Block if self._there(self.delta.dtype) else Bilinear).whitened(self, D)
 
-    def sums(self, weight: Tensor | None) -> Sums | None:
-        return self.block.sums(weight)
+    def turned(self, layers: Sequence[Turn]) -> Block:
+        return Block.turned(self, layers)
 
-    def second_moments(self, left: Tensor | None, right: Tensor | None) -> Tensor:
-        return self.block.second_moments(left, right)
+    def partial_traces(self) -> list[Traces]:
+        if self.by_units:
+            return of_vectors(self.params, self._rows.square().sum(0))
+        return [Traces(self.params, *self.traces_of_rows(self._rows))]
 
 
 class Lookup(Block):

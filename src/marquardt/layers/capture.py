@@ -24,7 +24,7 @@ from ..model.anatomy import Slopes, drawn_rrelu
 from ..model.batch import widened
 from ..surroundings import out_of_memory, unless_interrupted
 from .blocks import Bilinear, Block, Explicit, Lookup, cached_rows
-from .shortcuts import Kept, Pooled, behind, unrolled, users
+from .shortcuts import Maxima, Pooled, behind, users
 
 
 class Operand(NamedTuple):
@@ -134,7 +134,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Operand:
-    """y = x̂∘γ + β: a = x̂, every feature a group of its own"""
+    """y = x̂∘γ + β: a = x̂, every feature a group"""
     lead = input.ndim - len(normalized_shape)
     return Operand(
         weight,
@@ -297,7 +297,7 @@ class Place(NamedTuple):
 
 
 # Where all samples may be in the leading dimensions of a layer's input, (N, …), (T, N, …) or (T·N, …), in the order in
-# which these are tried; the first that is proven right on real rows is kept.
+# which these are tried; the first that is proven right on real rows is maxima.
 PLACES = FIRST, *_ = Place(0), Place(1), Place(0, apart=True)
 
 
@@ -308,7 +308,7 @@ class Layout:
 class Call:
     """One use of trainable parameters by a layer that has a rule."""
 
-    kept: Kept | None = None  # if δ is taken of a max-pool behind it: which outputs the pool keeps
+    maxima: Maxima | None = None  # if δ is that of a max-pool behind it: the outputs that the pool passes on
 
     def __init__(self, operand: Operand, edge: GradientEdge, shape: Sequence[int]) -> None:
         self.operand = operand
@@ -366,28 +366,28 @@ class Call:
             raise Misfit("no dimension holds the samples")
         try:
             return self._read(delta, N, place)
-        except RuntimeError as error:  # shapes that a rule of one's own has wrong
+        except RuntimeError as error:  # shapes that a user's rule has wrong
             if out_of_memory(error):
                 raise
             raise Misfit(str(error)) from error
 
     def _read(self, delta: Tensor, N: int, place: Place) -> Bilinear | Lookup:
-        o, kept = self.operand, self.kept
-        if o.vectors and o.weight is not None and kept is None and place == FIRST and o.x.shape[0] == N:
+        o, maxima = self.operand, self.maxima
+        if o.vectors and o.weight is not None and maxima is None and place == FIRST and o.x.shape[0] == N:
             a = o.x.detach()
             return Bilinear(a if a.dtype is delta.dtype else a.to(delta.dtype), delta, o.weight, o.bias)
         # Under autocast a and δ may be less precise, and products of matrices take them as they are.
         is_lookup = self.is_lookup
-        if is_lookup or kept is not None or (o.weight is not None and o.weight.ndim < 2):
+        if is_lookup or maxima is not None or (o.weight is not None and o.weight.ndim < 2):
             delta = widened(delta)
-        if kept is not None and o.some is not None and place == FIRST and o.x.shape[0] == N:
+        if maxima is not None and o.some is not None and place == FIRST and o.x.shape[0] == N:
             some_a = o.some
 
             def read(delta: Tensor, some: slice) -> Bilinear:
                 return _bilinear(o, some_a(some), delta, delta.shape[1], place)
 
-            return Pooled(read, delta, kept)
-        delta = delta if kept is None else kept.spread(kept.scaled(delta))
+            return Pooled(read, delta, maxima)
+        delta = delta if maxima is None else maxima.spread(maxima.scaled(delta))
         if is_lookup:
             assert o.weight is not None
             place = place.of(N)
@@ -428,20 +428,15 @@ class Watch(TorchFunctionMode):
         self,
         params: Iterable[Tensor] | dict[int, int],
         known: Sequence[Slopes] | None = None,
-        once: bool = False,
     ) -> None:
         super().__init__()
-        self.once = once  # the graph is differentiated once only, for several rows of a sample
         self.known = None if known is None else iter(known)  # slopes to take instead of drawing some
         self.trainable = params if isinstance(params, dict) else {id(p): i for i, p in enumerate(params)}
         self.calls: list[Call] = []
-        self.ways: list[
-            object
-        ] = []  # of each call: its parameters, by number, and what the place of the samples depends on
+        # Of each call: its parameters, by number, and what the place of the samples depends on.
+        self.ways: list[object] = []
         self.slopes: list[Slopes] = []
         self.functions: list[object] = []  # that were called, those of what is not differentiated among them
-        self.convolves = False  # whether there is a convolution that might have a backward pass of our own,
-        self.unrolled = False  # and whether one has
         self.pools = False  # whether there is a max-pool
         self.hooks: list[object] = []  # of tensors, which the forward pass has set, and of nodes, which it may have set
         self.coarsest = torch.float64  # of all dtypes that the model computes with
@@ -475,17 +470,13 @@ class Watch(TorchFunctionMode):
             return self._rrelu(*args, **kwargs)
         if func in HOOKING and (name := _hook(func, *args, **kwargs)) is not None:
             self.hooks.append(name)
-        out = unrolled(*args, **kwargs) if self.once and func is F.conv2d else None
-        self.convolves = self.convolves or func is F.conv2d
-        self.unrolled = self.unrolled or out is not None
         self.pools = self.pools or func in MAX_POOLS
-        return func(*args, **kwargs) if out is None else out
+        return func(*args, **kwargs)
 
     def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> None:
-        """A call of a layer, if a parameter of it trains. The edge is kept and not the tensor, which an in-place
+        """A call of a layer, if a parameter of it trains. The edge is maxima and not the tensor, which an in-place
         activation may overwrite."""
-        operand = _operand(func, args, kwargs)
-        if operand is None:
+        if (operand := _operand(func, args, kwargs)) is None:
             return
         weight, bias, trainable = operand.weight, operand.bias, self.trainable
         i = None if weight is None or (own := id(weight)) not in trainable else trainable[own]
@@ -507,8 +498,8 @@ class Watch(TorchFunctionMode):
         if self.pools:
             using = users(result)
             for call in self.calls:
-                if call.kept is None and (found := behind(call.edge, call.shape, using)) is not None:
-                    call.edge, call.kept = found
+                if call.maxima is None and (found := behind(call.edge, call.shape, using)) is not None:
+                    call.edge, call.maxima = found
 
     def _rrelu(
         self, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
@@ -523,7 +514,7 @@ class Watch(TorchFunctionMode):
 
 
 def _operand(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Operand | None:
-    """What the rule of a function says of a call; a fault in a rule of one's own is told as such."""
+    """What the rule of a function says of a call; a fault in a user's rule is named as such."""
     try:
         operand = RULES[func](*args, **kwargs)
     except Exception as error:
@@ -541,7 +532,7 @@ HOOKING = {Tensor.register_hook, Tensor.grad_fn.__get__}  # type: ignore[union-a
 
 # What others stand for, and all of which more is noted than that it was called.
 REPLACED = {F.multi_head_attention_forward, F.rrelu}
-SPECIAL = {*REPLACED, *HOOKING, *MAX_POOLS, F.conv2d}
+SPECIAL = {*REPLACED, *HOOKING, *MAX_POOLS}
 
 
 def _hook(func: Callable[..., Any], tensor: Tensor, hook: object = None, *_: object) -> object:
@@ -564,21 +555,17 @@ def grouped(calls: Sequence[Call]) -> list[list[int]]:
     return [members for _, members in groups]
 
 
-def alone(block: Block | None) -> Block | None:
-    """The block of one call, or of several of one layer"""
-    return cached_rows(block) if block is not None and block.__class__ is Bilinear and block.P > 1 else block
-
-
 def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, place: Place) -> Block | None:
     """The block of a group of calls: J̃ is the sum over the calls. None where the outputs do not depend on them."""
-    blocks: list[Block] = [
+    blocks: list[Any] = [
         call.block(delta, N, place) for call, delta in zip(calls, deltas, strict=True) if delta is not None
     ]
     if not blocks:
         return None
     first, *others = blocks
     if len(calls) == 1 or len({call.kind for call in calls}) == 1:
-        return alone(first.beside(others) if others else first)
+        block = first.beside(others) if others else first
+        return cached_rows(block) if block.__class__ is Bilinear and block.P > 1 else block
     # A weight that different layers share: add its columns up.
     columns: dict[int, Tensor] = {}
     params: dict[int, Tensor] = {}
@@ -669,7 +656,7 @@ FACTORS = ("_alpha", "_beta", "_dtype", "_layout", "_options", "_scale", "_strid
 
 
 def _noted(node: Node) -> tuple[object, list[str]]:
-    """Its kind, and the names of that; classes of functions of one's own may be made anew in every step."""
+    """Its kind, and the names of that; classes of custom functions may be made anew in every step."""
     kind = type(node)
     if issubclass(kind, torch.autograd.function.BackwardCFunction) or kind.__name__ == "CppFunction":
         return node.name(), []

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ def products(left: str, right: str, *, added: bool = False, groups: bool = False
 
     def rule(node: Any, slot: int, V: Shape, out: Shape) -> Form:
         if added and slot == 0:
-            return _spread(lambda delta: _times(delta, node._saved_beta), V, out)
+            return Spread(lambda delta: _times(delta, node._saved_beta), _aligned(V, out))
         of_left, factor = slot == int(added), node._saved_alpha if added else 1
         other = f"_saved_{right if of_left else left}"
 
@@ -94,52 +95,36 @@ def mv(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
     return Outer(lambda: node._saved_self[:, None, :], lambda delta: delta[..., None, None])
 
 
-def added(sign: int) -> Rule:
-    return lambda node, slot, V, out: _spread(
-        lambda delta: _times(delta, sign * node._saved_alpha if slot else 1), V, out
-    )
+def broadcast(at_input: Callable[[Any, int, Tensor], Tensor], slots: Collection[int] = (0, 1)) -> Rule:
+    """V is one of these inputs, with the gradient `at_input` of every element of the output"""
+    return lambda node, slot, V, out: Spread(partial(at_input, node, slot), _aligned(V, out)) if slot in slots else None
 
 
-def mul(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    return _spread(lambda delta: delta * (node._saved_self if slot else node._saved_other), V, out)
+def sums(sign: int) -> Rule:
+    """Y = A ± αB"""
+    return broadcast(lambda node, slot, delta: _times(delta, sign * node._saved_alpha if slot else 1))
 
 
-def div(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    def at_input(delta: Tensor) -> Tensor:
-        other: Tensor = node._saved_other
-        return -delta * (node._saved_self / other**2) if slot else delta / other
+def quotient(node: Any, slot: int, delta: Tensor) -> Tensor:
+    other: Tensor = node._saved_other
+    return -delta * (node._saved_self / other**2) if slot else delta / other
 
-    return _spread(at_input, V, out)
+
+def normalisation(node: Any, slot: int, delta: Tensor) -> Tensor:
+    """y = x̂∘γ + β"""
+    normalised: Tensor = (node._saved_input - node._saved_result1) * node._saved_result2
+    return delta * normalised if slot == 1 else delta
+
+
+def choice(node: Any, slot: int, delta: Tensor) -> Tensor:
+    condition: Tensor = node._saved_condition
+    return torch.where(~condition if slot else condition, delta, 0)
 
 
 def expand(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
     aligned = _aligned(V, out)
-    return _spread(lambda delta: delta, V, out) if all(v in (1, o) for v, o in zip(aligned, out, strict=True)) else None
-
-
-def where(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    def at_input(delta: Tensor) -> Tensor:
-        condition: Tensor = node._saved_condition
-        return torch.where(~condition if slot else condition, delta, 0)
-
-    return _spread(at_input, V, out)
-
-
-def prelu(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
-    """y = x where x > 0, w·x elsewhere"""
-    return _spread(lambda delta: delta * node._saved_self.clamp(max=0), V, out) if slot == 1 else None
-
-
-def normalisation(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
-    """y = x̂∘γ + β"""
-    if slot == 0:
-        return None
-
-    def at_input(delta: Tensor) -> Tensor:
-        normalised: Tensor = (node._saved_input - node._saved_result1) * node._saved_result2
-        return delta * normalised if slot == 1 else delta
-
-    return _spread(at_input, V, out)
+    fits = all(v in (1, o) for v, o in zip(aligned, out, strict=True))
+    return Spread(lambda delta: delta, aligned) if fits else None
 
 
 def lookup(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
@@ -189,23 +174,23 @@ def _patches(node: Any, x: Tensor) -> Any:
 
 
 NODES: dict[str, Rule] = {
-    "AddBackward0": added(1),
+    "AddBackward0": sums(1),
     "AddmmBackward0": products("mat1", "mat2", added=True),
     "BaddbmmBackward0": products("batch1", "batch2", added=True, groups=True),
     "BmmBackward0": products("self", "mat2", groups=True),
     "ConvolutionBackward0": convolve,
     "ConvolutionBackwardBackward0": convolve_back,
-    "DivBackward0": div,
+    "DivBackward0": broadcast(quotient),
     "EmbeddingBackward0": lookup,
     "ExpandBackward0": expand,
     "MmBackward0": products("self", "mat2"),
-    "MulBackward0": mul,
+    "MulBackward0": broadcast(lambda node, slot, delta: delta * (node._saved_self if slot else node._saved_other)),
     "MvBackward0": mv,
-    "NativeLayerNormBackward0": normalisation,
-    "PreluKernelBackward0": prelu,
+    "NativeLayerNormBackward0": broadcast(normalisation, (1, 2)),
+    "PreluKernelBackward0": broadcast(lambda node, slot, delta: delta * node._saved_self.clamp(max=0), (1,)),
     "RepeatBackward0": expand,
-    "SubBackward0": added(-1),
-    "WhereBackward0": where,
+    "SubBackward0": sums(-1),
+    "WhereBackward0": broadcast(choice, (0, 1, 2)),
 }
 
 # Whether these see samples beside V no shape can tell: 2·V and x·V are the same node, and an expanded V may be a token
@@ -221,10 +206,6 @@ VIEWS = COPIES | {
     "SqueezeBackward4", "SqueezeBackward5", "UnsafeViewBackward0", "UnsqueezeBackward0", "UnsqueezeBackward1",
     "ViewBackward0",
 }  # fmt: skip
-
-
-def _spread(delta: Callable[[Tensor], Tensor], V: Shape, out: Shape) -> Spread:
-    return Spread(delta, _aligned(V, out))
 
 
 def _aligned(V: Shape, out: Shape) -> Shape:
@@ -344,8 +325,8 @@ TURNING = {"PermuteBackward0", "TBackward0", "TransposeBackward0"}
 
 
 def stacked(ranges: Sequence[tuple[Place, int]]) -> tuple[list[int], int]:
-    """At which position each begins, if it has so many, so that those of different samples share positions; and the
-    number of positions in all."""
+    """The first position of each range of samples with P positions, so that ranges of different samples share them; and
+    the number of positions in all."""
     cuts = sorted({c for place, _ in ranges for c in (place.samples.start, place.samples.stop)})
     heights = dict.fromkeys(cuts, 0)
     offsets = []
@@ -384,34 +365,22 @@ def block_of(p: Tensor, glimpses: Sequence[Glimpse], R: int, N: int) -> Block:
 
 
 def _bilinear(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: int) -> Block:
-    """Every use has positions of its own; uses by different samples share them. In y = gW the roles of a and δ are
-    changed: then every row has an a of its own, as if it were that of a sample of its own."""
+    """Uses by the same samples stand at different positions, uses by different samples share them. In y = gW a and δ
+    change roles: a then differs from row to row, and every row counts as that of another sample."""
     places = [g.place for g in glimpses]
     changed = [isinstance(form, Outer) and form.turned != g.use.turned for g, form in zip(glimpses, forms, strict=True)]
     inputs, deltas = [], []
     for (_, place, delta), form, swaps in zip(glimpses, forms, changed, strict=True):
-        a, d = _pair(form, place, delta, wide(p.dtype))
+        a, d = _factors(form, place, delta, wide(p.dtype))
         a = a.expand(len(d), *a.shape) if any(changed) else a[None]  # (R, M, P, G, I), or one for all rows
         inputs.append(d if swaps else a)
         deltas.append(a if swaps else d)
     a, d = _joined(inputs, places, N, 1).detach(), _joined(deltas, places, N, 1).detach()
     if a[0, 0, 0].numel() * d.shape[-1] != p.numel():
         raise Misfit("a and δ are not those of a weight of this size")
-    one = Bilinear(a[0], d, p, None) if len(a) == 1 else ByRows(a.flatten(0, 1), d.flatten(0, 1)[None], p, N)
-    one.gathered = True
-    return cached_rows(one)
-
-
-class ByRows(Bilinear):
-    """Every row as one of a sample of its own, of R·N samples: row r·N + n is where it was."""
-
-    def __init__(self, a: Tensor, delta: Tensor, weight: Tensor, N: int) -> None:
-        super().__init__(a, delta, weight, None)
-        self.true_N = N
-
-    def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        rows = super().samples(dtype).view(-1, self.true_N, self.columns).transpose(0, 1)  # (N, R, columns)
-        return rows.reshape(self.m, -1) if out is None else out.copy_(rows.reshape(self.m, -1))
+    block = Bilinear(a[0], d, p, None) if len(a) == 1 else Bilinear(a.flatten(0, 1), d.flatten(0, 1)[None], p, None)
+    block.gathered, block.by_rows = True, 0 if len(a) == 1 else N
+    return cached_rows(block)
 
 
 def _lookup(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: int) -> Lookup:
@@ -439,7 +408,7 @@ def _joined(pieces: Sequence[Tensor], places: Sequence[Place], N: int, skip: int
     return out
 
 
-def _pair(form: Form, place: Place, delta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _factors(form: Form, place: Place, delta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """a (M, P, G, I) and δ (R, M, P, G, O)"""
     assert isinstance(form, Outer)
     a = place(form.a().to(dtype), 0).flatten(1, -3)
@@ -474,7 +443,7 @@ def _rows_of(form: Form, place: Place, delta: Tensor, V: Sequence[int], dtype: t
     """(R, M, *V)"""
     R = len(delta)
     if isinstance(form, Outer):
-        a, d = _pair(form, place, delta, dtype)
+        a, d = _factors(form, place, delta, dtype)
         found = torch.einsum("rnpgo,npgi->rngio" if form.turned else "rnpgo,npgi->rngoi", d, a)
     elif isinstance(form, Picked):
         index = place(form.rows(), 0).flatten(1)  # (M, P)
