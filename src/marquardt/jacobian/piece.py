@@ -24,7 +24,7 @@ from .. import tolerances
 from ..deferred import AS_IS, current, read
 from ..layers import Block, Explicit, Misfit, Nothing, assemble
 from ..layers.axes import all_at, sample_axes
-from ..layers.capture import LEAF_NODE, PLACES, Node, Place, grouped
+from ..layers.capture import LEAF_NODE, PLACES, Node, Place, cached, grouped
 from ..layers.graph import Glimpse, Use, block_of, signature, uses_in
 from ..losses import Loss
 from ..losses.proof import prove
@@ -582,7 +582,11 @@ def _blocks(J: Jacobian, groups: Groups) -> list[Block]:
 def _by_rule(J: Jacobian, key: tuple[int, ...], members: Sequence[int], deltas: Any, place: Place) -> Block:
     """The block of the parameters `key`, from these calls and all δ"""
     calls, params = J.forward.watch.calls, J.parameters.tensors
-    block = assemble([calls[i] for i in members], [deltas[i] for i in members], J.N, place)
+    block: Block | None
+    if len(members) == 1 and (delta := deltas[members[0]]) is not None:
+        block = cached(calls[members[0]].block(delta, J.N, place))
+    else:
+        block = assemble([calls[i] for i in members], [deltas[i] for i in members], J.N, place)
     if block is None:
         return Nothing([params[i] for i in key], J.m, J.N)
     if block.params[0] is params[key[0]] and len(block.params) == len(key) < 3:

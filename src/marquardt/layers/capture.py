@@ -555,6 +555,11 @@ def grouped(calls: Sequence[Call]) -> list[list[int]]:
     return [members for _, members in groups]
 
 
+def cached(block: Any) -> Block:
+    """The block of one call, or of several of one layer"""
+    return cached_rows(block) if block.__class__ is Bilinear and block.P > 1 else block
+
+
 def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, place: Place) -> Block | None:
     """The block of a group of calls: J̃ is the sum over the calls. None where the outputs do not depend on them."""
     blocks: list[Any] = [
@@ -565,7 +570,7 @@ def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, pla
     first, *others = blocks
     if len(calls) == 1 or len({call.kind for call in calls}) == 1:
         block = first.beside(others) if others else first
-        return cached_rows(block) if block.__class__ is Bilinear and block.P > 1 else block
+        return cached(block)
     # A weight that different layers share: add its columns up.
     columns: dict[int, Tensor] = {}
     params: dict[int, Tensor] = {}
