@@ -14,7 +14,6 @@ import marquardt as mq
 from marquardt.metric import restored
 from marquardt.metric.layered import EARLY
 from marquardt.recordings import RECORDERS
-from marquardt.step import present
 from support.recorder import Repeated
 from support.reference import error
 from support.steps import state
@@ -205,7 +204,7 @@ def spoil(opt: mq.LM) -> None:
     """What a replay has made lies in memory that the next one writes over."""
     if opt._recordings.made is not None:
         recording = opt._recordings.made[1]
-        for t in (recording.theta, recording.d, recording.answers, *present(recording.readings)):
+        for t in (recording.theta, recording.d, recording.answers, *recording.readings.values()):
             t.fill_(torch.nan)
 
 

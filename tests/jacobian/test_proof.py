@@ -108,7 +108,6 @@ class Angle(nn.Module):
 
 
 def test_convolution_behind_a_parameter_without_a_rule():
-    """The graph with a backward pass of our own is not the one that was proven on first use."""
     model = nn.Sequential(
         nn.Conv2d(1, 2, 3), Angle(1), nn.Conv2d(2, 2, 3), nn.Dropout(0.1), nn.Flatten(), nn.Linear(8, 3)
     )

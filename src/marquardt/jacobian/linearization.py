@@ -17,7 +17,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
 from .. import tolerances
-from ..deferred import agreed, current, floats
+from ..deferred import AS_IS, agreed, current, floats
 from ..layers import Line
 from ..losses import resolve
 from ..model.anatomy import Anatomy, Chance, Moment, SameSlopes, Slopes, call_with
@@ -207,7 +207,7 @@ class Linearization:
         rows = self.rows_kind if rows is None else rows
         kind = Piece if self.parameters.shards is None else ShardedPiece
         try:
-            with twice_differentiable(self.objective.model) if graph else nullcontext():
+            with twice_differentiable(self.objective.model) if graph else AS_IS:
                 return kind(self.objective, batch, rows, self.known, self.chance, seed, graph, before)
         except Exception as error:
             if self.needs.chunk is not None and batch.samples == 1 and hasattr(error, "add_note"):  # Python 3.11

@@ -910,7 +910,7 @@ def _mapped(x: Tensor, side: Tensor) -> Tensor:
     """x·sideᵀ in every group, by a matrix (G, d, d) or the diagonal of one: (…, G, d), or (…, d) of one group"""
     if side.ndim == 2:
         return x * side
-    if len(side) > 1:
+    if side.shape[0] > 1:
         return torch.einsum("...gi,gji->...gj", x, side)
     if x.ndim < 4:
         return x @ side[0].mT
