@@ -586,12 +586,12 @@ class Bilinear(Block):
             V = v[0].view(self.G, self.O, self.I)
             total = torch.einsum("npgi,goi->npgo", a.to(dtype), V)
         if self.bias is not None:
-            b = self._times_one(v[-1])
+            b = v[-1] if self.one is None else self._times_one(v[-1])
             b = b if a.ndim == 2 else b.view(self.G, self.O)
             total = b.expand(delta.shape[1:]) if total is None else total.add_(b)
         assert total is not None
         if self.R == 1:
-            return total.mul(delta[0].to(dtype)).flatten(1).sum(1)
+            return total.mul(delta[0] if delta.dtype is dtype else delta[0].to(dtype)).flatten(1).sum(1)
         # (N, R, P·G·O) (N, P·G·O, 1) → (N, R)
         rows = delta.to(dtype).flatten(2).transpose(0, 1) @ total.flatten(1)[:, :, None]
         return rows[:, :, 0].T.flatten()
@@ -607,20 +607,21 @@ class Bilinear(Block):
             return
         # a is the same for the R rows of a sample: contract them first, then it is one ordinary backward.
         if self.R == 1:
-            delta = w.view(self.N, *[1] * (delta.ndim - 2)) * delta[0].to(w.dtype)
+            delta = w.view(self.N, *[1] * (delta.ndim - 2)) * (delta[0] if delta.dtype is w.dtype else delta[0].to(w))
         else:
             rows = w.view(self.R, self.N).T[:, None]  # (N, 1, R)
             delta = (rows @ delta.to(w.dtype).flatten(2).transpose(0, 1)).view(delta.shape[1:])
+        flat = delta.reshape(self.N * self.P, self.G * self.O)
         if self.weight is not None:
-            a = a.to(w.dtype)
+            a = a if a.dtype is w.dtype else a.to(w.dtype)
             if self.G == 1:
-                torch.mm(delta.flatten(0, -2).T, a.flatten(0, -2), out=out[0].view(self.O, self.I))
+                torch.mm(flat.T, a.reshape(self.N * self.P, self.I), out=out[0].view(self.O, self.I))
             elif self.O == self.I == 1:
                 torch.sum((delta * a)[..., 0], (0, 1), out=out[0])
             else:
                 out[0].copy_(torch.einsum("npgo,npgi->goi", delta, a).flatten())
         if self.bias is not None:
-            torch.sum(delta.reshape(-1, self.G * self.O), 0, out=out[-1])
+            torch.sum(flat, 0, out=out[-1])
             if self.one is not None:
                 out[-1].mul_(self.one)
 
@@ -800,7 +801,9 @@ class Bilinear(Block):
         left, right = layer.left, layer.right
         if others or self.weight is None or right is None or left.shape[:2] != (self.G, self.O):
             return super().turned(layers)
-        a, delta = (t if t.dtype is left.dtype else t.to(left) for t in self.shortest)
+        a, delta = self.shortest
+        if a.dtype is not left.dtype or delta.dtype is not left.dtype:
+            a, delta = a.to(left), delta.to(left)
         turned = Bilinear(_mapped(self._with_one(a), right), _mapped(delta, left), self.weight, None)
         turned.params, turned.members = self.params, self.members
         return turned
@@ -809,7 +812,8 @@ class Bilinear(Block):
         """(a, 1), or a alone if there is no bias: (…, I + 1)"""
         if self.bias is None:
             return a
-        return torch.cat([a, self._times_one(a.new_ones(*a.shape[:-1], 1))], -1)
+        one = a.new_ones(*a.shape[:-1], 1)
+        return torch.cat([a, one if self.one is None else self._times_one(one)], -1)
 
     @property
     def by_units(self) -> bool:
