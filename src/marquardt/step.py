@@ -1,7 +1,7 @@
 """The step, told once: `take` is the algorithm box of LM, and `attempt` is one λ of it. Their pieces follow in order.
 
-Everything before the judgement works on tensors alone, everything after it on numbers alone. A step that was recorded
-as a CUDA graph is therefore the same step: `damped`, `propose` and `tried` are recorded, and the measurements of a
+Between `begin` and the judgement `damped`, `propose` and `tried` work on tensors, all the rest on numbers. A step that
+was recorded as a CUDA graph is therefore the same step: `damped`, `propose` and `tried` are recorded, and the measurements of a
 replay go through `judge`, `next_lam` and `conclude` like any others. A recording cannot branch on the contents of a
 tensor: recorded code asks through `deferred.ask`, and a momentum that has to read numbers declares it (`recordable`).
 """

@@ -524,8 +524,7 @@ def parabola(low: tuple[float, float], best: tuple[float, float], high: tuple[fl
 class Average(Protocol):
     @property
     def restarts(self) -> bool:
-        """Whether the average starts again with every step on the same data, where each step is better than the
-        last."""
+        """Whether no average is kept while the data are the same, where each step is better than the last."""
         ...
 
     def update(self, mean: Tensor, theta: Tensor, count: int) -> Tensor:
@@ -541,7 +540,7 @@ class EMA:
 
     Args:
         decay: β once the average is warm: 0.95 is a mean over about twenty steps.
-        restarts: whether the average begins anew with every step on the same data, where each is better than the last.
+        restarts: whether no average is kept while the data are the same, where each step is better than the last.
 
     >>> opt = mq.LM(model, "mse", average=mq.EMA(decay=0.99))
     >>> with opt.averaged():
@@ -564,7 +563,7 @@ class Polyak:
     """θ̄ = the mean of all accepted θ.
 
     Args:
-        restarts: whether the average begins anew with every step on the same data.
+        restarts: whether no average is kept while the data are the same.
 
     >>> opt = mq.LM(model, "mse", average=mq.Polyak())
     """
