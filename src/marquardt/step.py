@@ -1,9 +1,9 @@
 """The step, told once: `take` is the algorithm box of LM, and `attempt` is one λ of it. Their pieces follow in order.
 
 Between `begin` and the judgement `damped`, `propose` and `tried` work on tensors, all the rest on numbers. A step that
-was recorded as a CUDA graph is therefore the same step: `damped`, `propose` and `tried` are recorded, and the measurements of a
-replay go through `judge`, `next_lam` and `conclude` like any others. A recording cannot branch on the contents of a
-tensor: recorded code asks through `deferred.ask`, and a momentum that has to read numbers declares it (`recordable`).
+was recorded as a CUDA graph is therefore the same step: these three are recorded, and the measurements of a replay go
+through `judge`, `next_lam` and `conclude` like any others. A recording cannot branch on the contents of a tensor:
+recorded code asks through `deferred.ask`, and a momentum that has to read numbers declares it (`recordable`).
 """
 
 from __future__ import annotations
