@@ -138,6 +138,13 @@ def little_memory(monkeypatch):
     monkeypatch.setattr(reading, "available_memory", lambda: 10**8)
 
 
+def test_a_large_file_is_announced(tmp_path, monkeypatch):
+    path = written(tmp_path, "a\n1\n")
+    assert reading.announce(path) is None
+    monkeypatch.setattr(reading, "LARGE", 3)
+    assert "reading it takes a while" in reading.announce(path)
+
+
 def test_free_memory_is_that_of_the_machine_and_of_a_container(tmp_path):
     assert reading.available_memory() > 1e6
     parts = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 5\ninactive_file 50\n"}

@@ -30,6 +30,7 @@ PER_TEXT, PER_LETTER = 650, 5  # for a text of Parquet, which may stand in many 
 ESCAPED = 4  # letters for a byte that is no text
 COLUMNS = 20_000  # more are refused: each takes a moment
 NAMES = 1 << 26  # bytes of the first line at most
+LARGE = 100e6  # bytes: what is larger is announced
 DECIMAL_COMMA = r"[+-]?\d*,\d+(?:[eE][+-]?\d+)?"
 DECIMAL_POINT = DECIMAL_COMMA.replace(",", r"\.")
 DOTS = r"[+-]?[1-9]\d{0,2}(?:\.\d{3})+"  # between thousands
@@ -81,6 +82,12 @@ def read(path: Path, *, rows: int | None = None, missing: tuple[str, ...] = (), 
     if not len(table.frame):
         raise BadTable(f"{path} has names of columns, but no row below them")
     return table
+
+
+def announce(path: Path) -> str | None:
+    """A sentence on a file that takes long to read."""
+    size = path.stat().st_size if path.is_file() else 0
+    return f"{path} has {size / 1e9:.2g} GB: reading it takes a while." if size > LARGE else None
 
 
 def listed(names: list[str], most: int = 8) -> str:

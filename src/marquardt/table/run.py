@@ -30,6 +30,9 @@ Say = Callable[[str], None]
 
 def fit(asked: Request, out: Path, *, resume: bool = False, say: Say, watch: Callable[[Any], None]) -> Findings | None:
     """Trains and writes; None if the run in the folder is finished already."""
+    announced = reading.announce(asked.data)
+    if announced:
+        say(announced)
     prepared = prepare(asked)
     request.check(out, asked, resume=resume)
     for sentence in prepared.says:
