@@ -138,8 +138,8 @@ def little_memory(monkeypatch):
     monkeypatch.setattr(reading, "available_memory", lambda: 10**8)
 
 
-def test_a_large_file_is_announced(tmp_path, monkeypatch):
-    path = written(tmp_path, "a\n1\n")
+def test_a_large_file_is_announced(written, monkeypatch):
+    path = written("a\n1\n")
     assert reading.announce(path) is None
     monkeypatch.setattr(reading, "LARGE", 3)
     assert "reading it takes a while" in reading.announce(path)
