@@ -519,6 +519,8 @@ def _operand(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         operand = RULES[func](*args, **kwargs)
     except Exception as error:
         unless_interrupted(error)
+        if getattr(RULES[func], "__module__", None) == __name__:  # no fault of the rule: it came from outside
+            raise
         name = getattr(func, "__name__", func)
         raise RuntimeError(f"the layer rule of {name} raised {type(error).__name__}: {error}") from error
     if operand.__class__ is not Operand and not isinstance(operand, (Operand, type(None))):
